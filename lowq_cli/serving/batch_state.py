@@ -23,14 +23,17 @@ class BatchState:
         shift (R,) int32: offset of the rotary positions of its sequence's steps; not 0 only with images.
         adapter (R,) int32: its sequence's LoRA adapter, 0 for none.
         tables: for each page group (R, width) int32, the blocks of its sequence; block 0 wherever it has none.
+    Args:
+        count: number of rows. widths: of the tables. separate: whether a CPU, too, gets changes by `flush`, as a GPU does.
     """
 
-    def __init__(self, count: int, widths: Sequence[int], device: torch.device) -> None:
+    def __init__(self, count: int, widths: Sequence[int], device: torch.device, separate: bool = False) -> None:
         R = count + 1
         self.null_row, self.device = count, device
         self._host = np.zeros(R * (9 + sum(widths)), np.int32)  # seeds first: they are 64 bits wide
         flat = torch.from_numpy(self._host)
-        self._flat = flat.to(device) if device.type == "cuda" else flat
+        self._separate = separate or device.type == "cuda"
+        self._flat = flat.to(device, copy=self._separate)
         ends = np.cumsum([2 * R, R, R, R, R, R, R, R, *(width * R for width in widths)])
         parts, copies = (np.split(self._host, ends[:-1]), torch.tensor_split(self._flat, ends[:-1].tolist()))
         self._seeds, self._temperatures = parts[0].view(np.int64), parts[1].view(np.float32)
@@ -108,7 +111,7 @@ class BatchState:
             return
         places = np.unique(np.concatenate(self._changed))
         self._changed.clear()
-        if self._flat.is_cuda:
+        if self._separate:
             both = upload(np.stack([places, self._host[places]]).astype(np.int32), self.device)
             self._flat.index_copy_(0, both[0].long(), both[1])
 

@@ -98,7 +98,7 @@ class CacheManager:
         held = [0] * len(self.pages)  # length of the run of cached blocks that ends at the n-th
         best = pages = 0
         for n in range(1, (len(seq.tokens) - 1) // self.size + 1 if self.shared else 1):
-            name, whole = self._name_of(seq, n), True
+            name, whole = self.name_of(seq, n), True
             for i, group in enumerate(self.pages):
                 blocks_of[i].append(group.find(name))
                 held[i] = held[i] + 1 if blocks_of[i][-1] else 0
@@ -112,7 +112,7 @@ class CacheManager:
         for group, row in zip(self.pages, blocks_of, strict=True):
             first = group.first(best * self.size)
             blocks.append([0] * min(first, best) + row[first:best])
-        snapshot = self._snapshot_of(self._name_of(seq, best)) if self.states is not None and best else 0
+        snapshot = self._snapshot_of(self.name_of(seq, best)) if self.states is not None and best else 0
         return Match(best * self.size, blocks, snapshot, pages * self.size)
 
     def common(self, seq: Sequence, other: Sequence, least: int) -> int:
@@ -121,12 +121,12 @@ class CacheManager:
         At least one token of `seq` is left over.
         """
         low, high = least // self.size, min(len(seq.tokens) - 1, len(other.tokens)) // self.size
-        if not self.shared or low >= high or self._name_of(seq, low + 1) != self._name_of(other, low + 1):
+        if not self.shared or low >= high or self.name_of(seq, low + 1) != self.name_of(other, low + 1):
             return 0
         low += 1
         while low < high:
             n = (low + high + 1) // 2
-            low, high = (n, high) if self._name_of(seq, n) == self._name_of(other, n) else (low, n - 1)
+            low, high = (n, high) if self.name_of(seq, n) == self.name_of(other, n) else (low, n - 1)
         return low * self.size
 
     def mark(self, seq: Sequence, tokens: int) -> None:
@@ -195,7 +195,7 @@ class CacheManager:
     def piece_end(self, seq: Sequence, end: int) -> int:
         """Return where a piece of a prompt has to end, at most at `end`: where its blocks end or a snapshot is due."""
         assert self.states is not None or not seq.marks
-        while seq.marks and self.states is not None and self.states.find(self._name_of(seq, seq.marks[0] // self.size)):
+        while seq.marks and self.states is not None and self.states.find(self.name_of(seq, seq.marks[0] // self.size)):
             seq.marks.pop(0)  # another sequence has taken this snapshot in the meantime
         return seq.whole_end(min([end, *seq.marks[:1], *(len(t.blocks) * self.size for t in seq.tables)]))
 
@@ -224,12 +224,12 @@ class CacheManager:
         for n in range(seq.named + 1, full + 1):
             for group, table in zip(self.pages, seq.tables, strict=True):
                 if table.blocks[n - 1]:
-                    group.pool.name(table.blocks[n - 1], self._name_of(seq, n))
+                    group.pool.name(table.blocks[n - 1], self.name_of(seq, n))
         seq.named = max(seq.named, full)
         while seq.pending and seq.pending[0][0] <= len(seq.tokens):
             assert self.states is not None
             tokens, snapshot = seq.pending.pop(0)
-            name = self._name_of(seq, tokens // self.size)
+            name = self.name_of(seq, tokens // self.size)
             seq.snapshot = name if tokens > seq.prompt else seq.snapshot
             self.states.name(snapshot, name)
 
@@ -307,20 +307,21 @@ class CacheManager:
                 self._store(i, name, block)
 
     @property
-    def _places(self) -> list[HostBlocks]:
+    def host_blocks(self) -> list[HostBlocks]:
+        """The places in host memory of each group of pages, then of snapshots."""
         return [*(g.host for g in self.pages), self.host_states]
 
     def in_host(self) -> list[int]:
         """Return the number of used places in host memory of each group of pages, then of snapshots."""
-        return [host.used for host in self._places]
+        return [host.used for host in self.host_blocks]
 
     def records(self) -> tuple[list[tuple[Name, int]], ...]:
         """Return the names and places in host memory of each group of pages, then of snapshots."""
-        return tuple(host.record() for host in self._places)
+        return tuple(host.record() for host in self.host_blocks)
 
     def restore(self, records: Several[list[tuple[Name, int]]]) -> None:
         """Start from the `records` of another CacheManager."""
-        for host, record in zip(self._places, records, strict=True):
+        for host, record in zip(self.host_blocks, records, strict=True):
             host.restore(record)
 
     def _store(self, group: int, name: Name, block: int) -> None:
@@ -336,7 +337,7 @@ class CacheManager:
         """Return a match's blocks in one group, now held by the sequence; those in host memory are copied to the device."""
         group, row = self.pages[index], list(blocks)
         group.pool.hold(b for b in row if b > 0)
-        away = [(i, self._name_of(seq, i + 1)) for i, b in enumerate(row) if b < 0]
+        away = [(i, self.name_of(seq, i + 1)) for i, b in enumerate(row) if b < 0]
         places = [group.host.take(name) for _, name in away]  # taken first, so that blocks evicted below go to other places
         for i, name in away:
             block = group.pool.take(row[i - 1] if i else 0)
@@ -353,7 +354,7 @@ class CacheManager:
         assert self.states is not None
         return self.states.find(name) or -self.host_states.find(name)
 
-    def _name_of(self, seq: Sequence, n: int) -> Name:
+    def name_of(self, seq: Sequence, n: int) -> Name:
         """Return the name of a sequence's first n blocks of tokens."""
         names = seq.names
         while len(names) < n:

@@ -81,6 +81,7 @@ class ApartEngine:
             `start`, which must follow.
     Attributes in addition to Engine's:
         kept: the result of the engine's `keep`, if `stop` had to ask for it.
+        process: the engine's.
         facts: the `Made.facts` of `make`. Like limits, vocabulary, name and reason, it is set once `made` has returned.
     """
 
@@ -92,7 +93,7 @@ class ApartEngine:
 
     def __init__(self, make: Callable[..., Made], *given: Any, standby: Standby | None = None, starts: bool = False) -> None:
         standby = standby or Standby()
-        self._pipe, self._process = standby.pipe, standby.process
+        self._pipe, self.process = standby.pipe, standby.process
         self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._starts = starts
         try:
@@ -179,14 +180,14 @@ class ApartEngine:
             while self._open and (left := until - time.monotonic()) > 0:
                 self._changed.wait(left)
         if self._listener is None:  # it may still be loading
-            self._process.kill()
+            self.process.kill()
         else:
             stalled = self._stalled()
             self._tell("stop", keep)
-            self._process.join(0 if stalled else KEEPS_S if keep else ENDS_S)
-            self._process.kill()
+            self.process.join(0 if stalled else KEEPS_S if keep else ENDS_S)
+            self.process.kill()
             self._listener.join(ENDS_S)
-        self._process.join()
+        self.process.join()
         self._outbox.put(b"")
         self._pipe.close()
 
@@ -255,8 +256,8 @@ class ApartEngine:
             self._sink(events)
 
     def _why_it_ended(self) -> str:
-        self._process.join(ENDS_S)
-        code = self._process.exitcode
+        self.process.join(ENDS_S)
+        code = self.process.exitcode
         killed = code is not None and code < 0
         how = f"was killed by signal {-code}" if killed and code is not None else f"ended with exit code {code}"
         return f"the engine's process {how}" + ("; the system kills what takes more memory than there is" if killed else "")

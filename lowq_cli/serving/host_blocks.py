@@ -25,51 +25,51 @@ class Swap:
 
 
 class HostBlocks:
-    """Bookkeeping of places 1 .. `places` for blocks of one group."""
+    """Bookkeeping of places 1 .. `places` for blocks of one group; those in `free` have no block, those in `named` have one."""
 
     def __init__(self, places: int = 0) -> None:
         self.places = places
-        self._free = deque(range(1, places + 1))
-        self._named: OrderedDict[Name, int] = OrderedDict()  # the least recently used first
+        self.free = deque(range(1, places + 1))
+        self.named: OrderedDict[Name, int] = OrderedDict()  # the least recently used first
 
     @property
     def used(self) -> int:
         """Number of used places."""
-        return len(self._named)
+        return len(self.named)
 
     def find(self, name: Name) -> int:
         """Return the place of this name, or 0."""
-        return self._named.get(name, 0)
+        return self.named.get(name, 0)
 
     def take(self, name: Name) -> int:
         """Return the place of a name that is there; the place is reserved until `give_back` or `keep`."""
-        return self._named.pop(name)
+        return self.named.pop(name)
 
     def give_back(self, place: int) -> None:
         """Free a place from `take`."""
-        self._free.append(place)
+        self.free.append(place)
 
     def keep(self, name: Name, place: int) -> None:
         """Give a place from `take` its name again, as the most recently used one."""
-        self._named[name] = place
+        self.named[name] = place
 
     def put(self, name: Name) -> int:
         """Return a place to copy the block of this name to; 0 where it is there already or no place is available."""
-        if name in self._named:
-            self._named.move_to_end(name)
+        if name in self.named:
+            self.named.move_to_end(name)
             return 0
-        if not (self._free or self._named):
+        if not (self.free or self.named):
             return 0
-        place = self._free.popleft() if self._free else self._named.popitem(last=False)[1]
-        self._named[name] = place
+        place = self.free.popleft() if self.free else self.named.popitem(last=False)[1]
+        self.named[name] = place
         return place
 
     def record(self) -> list[tuple[Name, int]]:
         """Return all names and places, the least recently used first."""
-        return list(self._named.items())
+        return list(self.named.items())
 
     def restore(self, record: list[tuple[Name, int]]) -> None:
         """Restore the state of an earlier `record`."""
-        self._named = OrderedDict(record)
-        taken = set(self._named.values())
-        self._free = deque(p for p in range(1, self.places + 1) if p not in taken)
+        self.named = OrderedDict(record)
+        taken = set(self.named.values())
+        self.free = deque(p for p in range(1, self.places + 1) if p not in taken)

@@ -43,14 +43,15 @@ def compile_ahead(prepared: Prepared, stopped: Callable[[], bool]) -> None:
                 return
             source = stand_in(prepared.source, prepared.plan, prepared.out)
             model = native_loader.read(cast(Source, source), device, Blank)
-            launch_all([partial(_unless, stopped, one) for one in launches(model)], lambda n, of: None)
+            launch_all([partial(launch_unless, stopped, one) for one in launches(model)], lambda n, of: None)
     except Exception as e:  # no memory, or a family or kernel that this GPU does not support: the first use reports it
         log_error("kernels are not compiled ahead", e)
         if device_lost(e):
             console.warn(f"{device} was lost while kernels were compiled ahead: {one_line(e)}")
 
 
-def _unless(stopped: Callable[[], bool], launch: Callable[[], object]) -> None:
+def launch_unless(stopped: Callable[[], bool], launch: Callable[[], object]) -> None:
+    """Launch a kernel, but not once `stopped()`."""
     if not stopped():
         launch()
 

@@ -16,6 +16,7 @@ class StateSlots:
     for states after rows of drafts, so that these evict no snapshot.
 
     Attributes:
+        blank: slots for snapshots that are neither reserved nor named. named: the slots of named snapshots.
         evicted: called with the name and the slot of a snapshot that is evicted, before anything is written to its slot; not
             called for a retired snapshot.
     """
@@ -24,8 +25,8 @@ class StateSlots:
         self.texts, self.snapshots, self.copies = texts, snapshots, copies
         self._spare = deque(range(texts + snapshots + 1, texts + snapshots + copies + 1))
         self._free = deque(range(1, texts + 1))
-        self._blank = deque(range(texts + 1, texts + snapshots + 1))
-        self._named: OrderedDict[Name, int] = OrderedDict()  # the least recently used first
+        self.blank = deque(range(texts + 1, texts + snapshots + 1))
+        self.named: OrderedDict[Name, int] = OrderedDict()  # the least recently used first
         self._retired: set[Name] = set()
         self.evicted: Callable[[Name, int], None] = lambda name, slot: None
 
@@ -44,26 +45,26 @@ class StateSlots:
 
     def find(self, name: Name) -> int:
         """Return the slot of the snapshot of this name, or 0."""
-        return self._named.get(name, 0)
+        return self.named.get(name, 0)
 
     def use(self, name: Name) -> None:
         """Make a snapshot the most recently used one."""
-        self._named.move_to_end(name)
+        self.named.move_to_end(name)
         self._retired.discard(name)
 
     def retire(self, name: Name) -> None:
         """Make a snapshot, if it is still there, the next to be replaced."""
-        if name in self._named:
-            self._named.move_to_end(name, last=False)
+        if name in self.named:
+            self.named.move_to_end(name, last=False)
             self._retired.add(name)
 
     def reserve(self) -> int:
         """Return a slot to write a snapshot to, without a name yet; 0 where all are reserved."""
-        if self._blank:
-            return self._blank.popleft()
-        if not self._named:
+        if self.blank:
+            return self.blank.popleft()
+        if not self.named:
             return 0
-        name, slot = self._named.popitem(last=False)
+        name, slot = self.named.popitem(last=False)
         if name not in self._retired:
             self.evicted(name, slot)
         self._retired.discard(name)
@@ -71,7 +72,7 @@ class StateSlots:
 
     def unretired(self) -> list[tuple[Name, int]]:
         """Return names and slots of snapshots that were not retired, the least recently used first."""
-        return [(name, slot) for name, slot in self._named.items() if name not in self._retired]
+        return [(name, slot) for name, slot in self.named.items() if name not in self._retired]
 
     @property
     def free_copies(self) -> int:
@@ -84,7 +85,7 @@ class StateSlots:
 
     def drop_copy(self, slot: int) -> None:
         """Free the slot of a state after a row of a draft."""
-        (self._spare if len(self._spare) < self.copies else self._blank).append(slot)
+        (self._spare if len(self._spare) < self.copies else self.blank).append(slot)
 
     def keep_copy(self, slot: int) -> bool:
         """Turn the slot of a draft's row into a reserved snapshot, and another slot into a spare; False if there is none."""
@@ -97,12 +98,12 @@ class StateSlots:
 
     def name(self, snapshot: int, name: Name) -> None:
         """Name a reserved snapshot. If another one has this name already, that one keeps it and this one is freed."""
-        if name in self._named:
+        if name in self.named:
             self.drop(snapshot)
             self.use(name)
         else:
-            self._named[name] = snapshot
+            self.named[name] = snapshot
 
     def drop(self, snapshot: int) -> None:
         """Free a reserved snapshot that will get no name."""
-        self._blank.append(snapshot)
+        self.blank.append(snapshot)

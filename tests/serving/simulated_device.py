@@ -279,8 +279,8 @@ class Driver:
             for group, table in zip(self.cache.pages, seq.tables, strict=True):
                 for i in range(first // SIZE, (end - 1) // SIZE + 1):
                     block = table.blocks[i]
-                    assert group.pool._holders[block] == 1
-                    assert block not in group.pool._name or (i + 1) * SIZE <= end  # named by this very pass
+                    assert group.pool.holders[block] == 1
+                    assert block not in group.pool.names or (i + 1) * SIZE <= end  # named by this very pass
 
     def check(self):
         """Each block has the holders that tables say, each slot one use, each name the contents that it stands for."""
@@ -293,24 +293,28 @@ class Driver:
                 assert all(table.blocks[table.first :])
                 n = len(table.blocks) - table.first
                 assert not window.window or n <= window.blocks(len(seq.tokens) + REWIND + 2, SIZE, self.piece)
-            assert all(pool._holders[b] == held[b] for b in range(pool.blocks))
-            assert sorted([*pool._blank, *pool._idle, *held]) == list(range(1, pool.blocks))
-            assert set(pool._idle) <= set(pool._name)
-            for block, name in pool._name.items():
-                assert pool._block[name] == block
+            assert all(pool.holders[b] == held[b] for b in range(pool.blocks))
+            idle = pool.unheld()
+            assert sorted([*pool.blank, *(block for _, block in idle), *held]) == list(range(1, pool.blocks))
+            assert all(pool.names[block] == name for name, block in idle)
+            for block, name in pool.names.items():
+                assert pool.find(name) == block
                 assert self.device.pages[g][block] == self.contents(name)
         if (states := self.cache.states) is not None:
             active = self.scheduler.active
-            assert sorted([*states._free, *(s.slot for s in active)]) == list(range(1, states.texts + 1))
+            free = [states.take() for _ in range(states.free)]
+            for slot in free:  # in the same order again
+                states.give_back(slot)
+            assert sorted([*free, *(s.slot for s in active)]) == list(range(1, states.texts + 1))
             used = [slot for s in active for _, slot in [*s.pending, *s.drafts]]
             total = range(states.texts + 1, states.texts + states.snapshots + 1)
-            assert sorted([*states._blank, *states._named.values(), *used]) == list(total)
-            for name, slot in states._named.items():
+            assert sorted([*states.blank, *states.named.values(), *used]) == list(total)
+            for name, slot in states.named.items():
                 assert self.device.state[slot] == self.contents(name)[-1]
         for g, host in enumerate([*(p.host for p in self.cache.pages), self.cache.host_states]):
-            places = [*host._free, *host._named.values()]
+            places = [*host.free, *host.named.values()]
             assert sorted(places) == list(range(1, host.places + 1))
-            for name, place in host._named.items() if not self.cache.swaps else ():
+            for name, place in host.named.items() if not self.cache.swaps else ():
                 whole, expected = self.device.away[g][place], self.contents(name)
                 assert whole == (expected if g < len(self.cache.pages) else expected[-1])
         for seq in self.scheduler.waiting:

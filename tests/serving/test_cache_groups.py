@@ -96,7 +96,7 @@ def test_a_beginning_of_a_window_is_found_without_the_blocks_before_it():
     prompt = [i * i % V for i in range(200)]
     d, *_ = reading([Group(20)], [9], prompt, 64)
     pool = d.cache.pages[0].pool
-    names = d.cache._name_of
+    names = d.cache.name_of
     seq = Sequence(99, Request(tuple(prompt), 1))
     d.truths[99] = Truth(prompt)
     assert not pool.find(names(seq, 1))  # reused long ago
@@ -206,7 +206,7 @@ def test_deterministic_pieces_are_those_of_a_text_alone():
             d.turn()
             d.check()
         d.empty()
-        assert all(not g.pool._name for g in d.cache.pages)
+        assert all(not g.pool.names for g in d.cache.pages)
         assert d.seen["copies"] == d.seen["snapshots"] == 0
         assert d.scheduler.preemptions > 0 or blocks != [24]
 

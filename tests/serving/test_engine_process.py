@@ -141,8 +141,8 @@ def test_an_engine_that_cannot_be_made_or_started_says_why(fault, kind, line, st
     def begin():
         engine.made()
         if starts:  # its start fails before it is asked for
-            engine._process.join(60)
-            assert not engine._process.is_alive()
+            engine.process.join(60)
+            assert not engine.process.is_alive()
         engine.start(lambda batch: None, lambda n, of: output.append((n, of)))
 
     try:

@@ -38,7 +38,7 @@ class Here:
         self.port = self.socket.getsockname()[1]
         config = uvicorn.Config(make_app(self.served), http=Connection, log_config=None, ws="none", backlog=ACCEPTS)
         self.server, self.before, Connection.most = uvicorn.Server(config), Connection.most, self.most
-        self.task = asyncio.create_task(self.server._serve([self.socket]))
+        self.task = asyncio.create_task(self.server.serve([self.socket]))
         while not self.server.started:
             await asyncio.sleep(0.001)
         return self
@@ -260,7 +260,7 @@ def test_only_local_names_are_local(host):
     text, local = host
     guard = Guard(None, "", ("127.0.0.1", "localhost", "::1"), print)
     scope = {"type": "http", "path": "/v1/models", "headers": [(b"host", text.encode())]}
-    assert (guard._why_not(scope) is None) == local, text
+    assert (guard.refusal(scope) is None) == local, text
 
 
 @settings(max_examples=100, deadline=None)
@@ -269,9 +269,9 @@ def test_a_scheme_has_no_case_and_a_key_has(seed, key, right):
     scheme = "".join(random.Random(seed).choice((c, c.upper())) for c in "bearer")
     given_key = key if right else key.upper()
     scope = {"type": "http", "path": "/v1/models", "headers": [(b"authorization", f"{scheme} {given_key}".encode())]}
-    assert (Guard(None, key, (), print)._why_not(scope) is None) == right
+    assert (Guard(None, key, (), print).refusal(scope) is None) == right
     scope["headers"] = [(b"authorization", f"basic {key}".encode())]
-    assert Guard(None, key, (), print)._why_not(scope).status == 401
+    assert Guard(None, key, (), print).refusal(scope).status == 401
 
 
 def test_places_are_fewer_than_file_descriptors():

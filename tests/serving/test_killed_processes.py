@@ -116,7 +116,7 @@ async def brought(s, name, phase):
             await until(lambda: engine.closed)
             return [await s.ask(name)]
 
-        return engine._process.pid, after
+        return engine.process.pid, after
     if phase == "standby":
         pid = (await s.standby()).pid
         os.kill(pid, signal.SIGSTOP)  # it has not read what to load when it is killed
@@ -182,7 +182,7 @@ def test_a_process_killed_before_a_leased_request_is_queued(tmp_path):
         async with serving(tmp_path, 1) as s:
             assert await s.ask("a") == "answered"
             async with s.pool.lease("a") as model:
-                os.kill(model.engine._process.pid, signal.SIGKILL)
+                os.kill(model.engine.process.pid, signal.SIGKILL)
                 await until(lambda: model.engine.closed)
                 with pytest.raises(LowqError, match="was killed by signal 9") as died:
                     model.hub.submit([Request((1, 2), 3)])
@@ -193,17 +193,17 @@ def test_a_process_killed_before_a_leased_request_is_queued(tmp_path):
 
 
 def test_a_process_that_hangs_while_it_loads_is_given_up(tmp_path, monkeypatch):
-    """It is stopped after a sign of life, so none comes any more."""
+    """It is stopped while it stands still in its load, where it gives signs of life, so none comes any more."""
     gate = Gate(tmp_path / "a")
     gate.offer()
     gate.stand("making")
     engine = ApartEngine(phases.load, str(gate.folder), "cpu", {}, True)
     try:
-        assert engine._wait("began") == engine._wait("beat") == ()
-        os.kill(engine._process.pid, signal.SIGSTOP)
+        run(until(lambda: gate.standing))
+        os.kill(engine.process.pid, signal.SIGSTOP)
         monkeypatch.setattr(engine_process, "HUNG_S", 1)
         with pytest.raises(LowqError, match="has not answered for 1 s"):
-            engine._wait("made")
+            engine.made()
     finally:
         engine.stop(0)
 

@@ -102,9 +102,9 @@ def compare(rng, turns):
         for a, b in texts.values():
             assert (a.row, a.computed, a.cached, a.done) == (b.row, b.computed, b.cached, b.done)
             assert a.blocks == (b.tables[0].blocks if b.tables else [])
-        assert list(old.pool.blank) == list(pool._blank)
-        assert list(old.pool.kept) == list(pool._idle)
-        assert set(old.pool.key) == set(pool._name)
+        assert list(old.pool.blank) == list(pool.blank)
+        assert list(old.pool.kept) == [block for _, block in pool.unheld()]
+        assert set(old.pool.key) == set(pool.names)
         if expected is None:
             land(0)
             continue

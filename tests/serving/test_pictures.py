@@ -4,10 +4,13 @@ import base64
 import http.server
 import io
 import json
+import os
 import random
+import signal
 import socket
 import sys
 import threading
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import browser
@@ -111,23 +114,27 @@ def test_a_picture_that_ends_its_process_is_refused_and_the_next_is_read(sees, t
 
     images = read_config(json.loads((sees / "config.json").read_text()))[1].images
     reader, whole = pictures.PictureReader(str(sees), images), sighted.encoded(sighted.drawing(1))
-    (started,) = reader._processes  # before any picture is sent
-    first = reader._ask(whole)
+    (started,) = reader.processes  # before any picture is sent
+    first = reader.preprocess(whole)
     started.process.kill()
     started.process.join()
     with pytest.raises(LowqError, match="ended the process"):
-        reader._ask(whole)
-    assert reader._ask(whole) == first
-    busy = reader._free.get()
-    assert reader._ask(whole) == first  # by one that is started because the other is busy
-    reader._free.put(busy)
-    assert reader._ask(whole) == first
-    assert len(reader._processes) == 2
+        reader.preprocess(whole)
+    assert reader.preprocess(whole) == first
+    (busy,) = reader.processes
+    os.kill(busy.process.pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(2) as threads:  # one of the two is read by a process that starts because the other is busy
+        both = [threads.submit(reader.preprocess, whole) for _ in range(2)]
+        ended, _ = wait(both, return_when=FIRST_COMPLETED)
+        assert [one.result() for one in ended] == [first]
+        os.kill(busy.process.pid, signal.SIGCONT)
+        assert [one.result() for one in both] == [first] * 2
+    assert len(reader.processes) == 2
     reader.stop()
     empty = pictures.PictureReader(str(tmp_path), images)
     for _ in range(2):
         with pytest.raises(NotFoundError, match="says how pictures are prepared"):
-            empty._ask(whole)
+            empty.preprocess(whole)
     empty.stop()
 
 
@@ -138,10 +145,14 @@ def test_a_process_that_never_becomes_ready_is_given_up(sees, monkeypatch):
     monkeypatch.setattr(pictures, "START_S", 0.0)
     reader = pictures.PictureReader(str(sees), images)
     with pytest.raises(LowqError, match="is not ready after 0 s; try again later"):
-        reader._ask(sighted.encoded(sighted.drawing(1)))
+        reader.preprocess(sighted.encoded(sighted.drawing(1)))
     monkeypatch.setattr(pictures, "START_S", 120.0)
-    while not isinstance(reader._free.get(), pictures._Process):  # errors of processes begun under the bound of 0 s
-        reader._start()
+    while True:
+        try:
+            assert reader.preprocess(sighted.encoded(sighted.drawing(1))).data
+            break
+        except LowqError as e:  # of processes that began under the bound of 0 s
+            assert "is not ready after 0 s" in str(e)
     reader.stop()
 
 

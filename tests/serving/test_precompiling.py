@@ -94,8 +94,8 @@ def test_steps_that_check_drafts_are_launched_ahead(tmp_path):
 
 def test_nothing_begins_once_it_is_stopped():
     begun = []
-    precompiling._unless(lambda: True, lambda: begun.append(1))
-    precompiling._unless(lambda: False, lambda: begun.append(2))
+    precompiling.launch_unless(lambda: True, lambda: begun.append(1))
+    precompiling.launch_unless(lambda: False, lambda: begun.append(2))
     assert begun == [2]
 
 

@@ -13,6 +13,7 @@ import torch
 from asking import Client, build
 
 from lowq_cli.engine.state import BLOCK
+from lowq_cli.serving.batch_state import BatchState
 from lowq_cli.serving.cache_groups import Group
 from lowq_cli.serving.cache_manager import CacheManager
 from lowq_cli.serving.continuous import EARLY_S
@@ -112,23 +113,8 @@ class Memory:
 
 def shadow(engine):
     """The engine with tables that the device gets when they are flushed, as on a GPU, and a memory for a model."""
-    rows = engine.rows
-    for name in ("pos", "target", "order", "seed", "temperature"):
-        setattr(rows, name, getattr(rows, name).clone())
-    rows.tables = [table.clone() for table in rows.tables]
-    parts = {2: (rows.pos, rows._pos), 3: (rows.target, rows._targets), 4: (rows.order, rows._order)}
-    parts[len(rows._starts) - len(rows.tables)] = rows.tables[0], rows._tables[0]
-
-    def flush():
-        if rows._changed:
-            places = np.unique(np.concatenate(rows._changed))
-            rows._changed.clear()
-            for part, (device, host) in parts.items():
-                mine = places - rows._starts[part]
-                mine = mine[(mine >= 0) & (mine < device.numel())]
-                device.view(-1)[mine] = torch.from_numpy(host.reshape(-1)[mine])
-
-    rows.flush = flush
+    rows = BatchState(engine.rows.null_row, [table.shape[1] for table in engine.rows.tables], engine.device, separate=True)
+    engine.rows = engine.special.rows = rows
     engine.passes, engine._ahead = Memory(rows, engine.limits.running, engine.scheduler.cache.blocks + 1), 1
     engine.scheduler.bucket = engine.passes.bucket
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lowq_cli.engine import stream
+from lowq_cli.engine.model_record import owned
 from lowq_cli.engine.open_model import ready
 from lowq_cli.serving.engines import engine_of
 from lowq_cli.serving.request import Busy, Draw, Request, allow
@@ -100,7 +101,7 @@ def test_logprobs_are_those_of_the_model_and_do_not_change_the_text(demo, engine
     events = follow(engine, engine.submit(Request(prompt(demo), 6, draw=Draw(logprobs=3))))[0]
     assert tokens(events) == plain
     ids = torch.tensor([[*prompt(demo), *plain]])
-    logs = demo[0]._lowq.decoder.logits(ids)[0].float().log_softmax(-1)
+    logs = owned(demo[0]).decoder.logits(ids)[0].float().log_softmax(-1)
     for i, e in enumerate(events):
         row = logs[len(prompt(demo)) - 1 + i]
         # in bf16 a step and a whole text round apart: each is 0.018 off the fp32 model (rms; 0.07 at most of 120 tokens)
@@ -235,20 +236,23 @@ def test_a_family_without_fused_layers_is_served_one_after_another(room):
 
 
 def test_a_cancelled_prompt_is_not_read_to_its_end(demo, engine, monkeypatch):
-    decoder, read = demo[0]._lowq.decoder, []
+    decoder, read, numbers, submitted = owned(demo[0]).decoder, [], [], threading.Event()
     monkeypatch.setattr(decoder, "most", 16)
     embed = decoder.plan.embed
 
     def reading(ids):
         read.append(ids.numel())
         if len(read) == 3:
-            engine.cancel(engine._running)
+            assert submitted.wait(60)
+            engine.cancel(numbers[-1])
         return embed(ids)
 
     follow(engine, engine.submit(Request(prompt(demo, "The old man"), 1)))  # something else is held
     with monkeypatch.context() as m:
         m.setattr(decoder.plan, "embed", reading)
-        assert [e.finish_reason for e in follow(engine, engine.submit(Request(tuple(range(5, 405)), 4)))[0]] == ["cancelled"]
+        numbers.append(engine.submit(Request(tuple(range(5, 405)), 4)))
+        submitted.set()
+        assert [e.finish_reason for e in follow(engine, *numbers)[0]] == ["cancelled"]
     assert read == [16, 16, 16]
     fresh, again = (tokens(follow(engine, engine.submit(Request(tuple(range(5, 405)), 4)))[0]) for _ in range(2))
     assert fresh == again  # nothing of what was left half read is taken for a prompt

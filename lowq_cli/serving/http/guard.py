@@ -37,14 +37,15 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, or run the lifespan."""
-        why = self._why_not(scope) if scope["type"] == "http" else None
+        why = self.refusal(scope) if scope["type"] == "http" else None
         if why is None:
             await self.app(scope, receive, send)
         else:
             self.log(f"{time.strftime('%H:%M:%S')} {shown(scope['path'])}: {why.status} {why.message}")
             await answer_json(why.body, why.status, why.headers)(scope, receive, send)
 
-    def _why_not(self, scope: Scope) -> Refusal | None:
+    def refusal(self, scope: Scope) -> Refusal | None:
+        """Why this request is refused; None if it is not."""
         headers = dict(scope["headers"])
         if is_local(scope):
             return None

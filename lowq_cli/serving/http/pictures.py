@@ -85,12 +85,14 @@ class PictureReader:
 
     Args:
         folder, images: of the model. urls: whether images with http and https URLs are fetched.
+    Attributes:
+        processes: those that decode images, also those that are starting.
     """
 
     def __init__(self, folder: str, images: Images, urls: bool = False) -> None:
         self.folder, self.images, self.urls = folder, images, urls
         self._free = queue.SimpleQueue[_Process | Exception]()  # ready processes, and errors of those that did not start
-        self._lock, self._processes, self._starting = threading.Lock(), list[_Process](), False
+        self._lock, self.processes, self._starting = threading.Lock(), list[_Process](), False
         self._kept = OrderedDict[bytes, Packed]()
         self._start()  # it imports for seconds; the others start when one is not enough
 
@@ -103,7 +105,7 @@ class PictureReader:
         key = sha256(data).digest()
         if (picture := self._kept.pop(key, None)) is None:
             try:
-                picture = await asyncio.to_thread(self._ask, data)
+                picture = await asyncio.to_thread(self.preprocess, data)
             except UsageError as e:
                 raise wrong(name, str(e)) from None
         self._kept[key] = picture
@@ -132,9 +134,9 @@ class PictureReader:
     def _start(self) -> None:
         """Start one more process, unless one is starting or there are READERS; it is taken from `_free` once it is ready."""
         with self._lock:
-            if not self._starting and len(self._processes) < READERS:
+            if not self._starting and len(self.processes) < READERS:
                 self._starting, process = True, _Process(self.folder, self.images)
-                self._processes.append(process)
+                self.processes.append(process)
                 threading.Thread(target=self._wait, args=(process,), name="lowq-pictures", daemon=True).start()
 
     def _wait(self, process: "_Process") -> None:
@@ -151,13 +153,15 @@ class PictureReader:
     def _remove(self, process: "_Process") -> None:
         process.kill()
         with self._lock:
-            self._processes.remove(process)
+            self.processes.remove(process)
 
-    def _ask(self, data: bytes) -> Packed:
-        """The image, read by one of the processes; a process that crashes or takes too long is replaced. Raises LowqError."""
-        if self._free.empty():
+    def preprocess(self, data: bytes) -> Packed:
+        """The preprocessed image, read by one of the processes; a process that crashes or takes too long is replaced. Raises LowqError."""
+        try:
+            process = self._free.get_nowait()
+        except queue.Empty:
             self._start()
-        process = self._free.get()
+            process = self._free.get()
         if isinstance(process, Exception):
             self._start()  # for others who wait
             raise process
@@ -176,7 +180,7 @@ class PictureReader:
     def stop(self) -> None:
         """End the processes."""
         with self._lock:
-            for process in self._processes:
+            for process in self.processes:
                 process.kill()
 
 
