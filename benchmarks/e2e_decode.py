@@ -163,7 +163,7 @@ def random_experts(module: torch.nn.Module, scheme: Scheme, dtype: torch.dtype, 
             packed = random_words(E, tiles, tile.chunks(K, scheme.bits) * tile.WORDS[scheme.bits], device=device)
             meta = (E, tiles, scheme.groups(K), tile.ROWS)
         scales, zeros, table = random_meta(meta, (E, 1), K, scheme, dtype, device)
-        experts._hold(name, Stack(packed, scales, zeros, None, scheme, N, K, layout, table))
+        experts.set_stack(name, Stack(packed, scales, zeros, None, scheme, N, K, layout, table))
     return experts
 
 

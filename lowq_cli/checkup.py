@@ -37,7 +37,7 @@ class Check:
 
 def checkup() -> list[Check]:
     """All checks, in display order."""
-    return [*_libraries(), *_devices(), *_kernel_files(), *_products()]
+    return [*_libraries(), *_devices(), *_kernel_files(), *products()]
 
 
 def _installed(package: str) -> str | None:
@@ -96,25 +96,25 @@ def _kernel_files() -> Iterator[Check]:
         yield Check(f"kernel file {name}", None, f"skipped: {library} is not installed")
 
 
-def _products() -> Iterator[Check]:
+def products() -> Iterator[Check]:
     """The checks of the kernels, up to one that makes the GPU unusable: after it all further ones would fail too."""
     try:
-        yield from _kernels()
+        yield from kernels()
         yield _fp8()
-    except RuntimeError as e:  # `_tried` does not catch the loss of a GPU
+    except RuntimeError as e:  # `try_kernel` does not catch the loss of a GPU
         if not device_lost(e):
             raise
         fix = "CUDA_LAUNCH_BLOCKING=1 LOWQ_DEBUG=1 lowq doctor shows the kernel; please report it"
         yield Check("kernels", False, f"the GPU was lost during these trials: {one_line(e)}", fix)
 
 
-def _kernels() -> Iterator[Check]:
+def kernels() -> Iterator[Check]:
     """Compare a small product of each kernel that dispatch can choose here with the definition; compile them in parallel."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     specs = list(registry.kernels().values())
     cases = [(spec, layout, bits, device) for spec in specs for layout in spec.layouts for bits in spec.bits]
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        results = list(pool.map(lambda case: _tried(*case), cases))
+        results = list(pool.map(lambda case: try_kernel(*case), cases))
     for spec in specs:
         name, tried = spec.name, [result for case, result in zip(cases, results, strict=True) if case[0] is spec]
         done = [t for t in tried if t[0] is not None]
@@ -140,7 +140,7 @@ def _fp8() -> Check:
     return Check("fp8 weights", error <= TOLERANCE[torch.bfloat16], f"{path}; relative error {error:.1e} on {device.type}")
 
 
-def _tried(spec: registry.KernelSpec, layout: str, bits: int, device: torch.device) -> tuple[bool | None, str]:
+def try_kernel(spec: registry.KernelSpec, layout: str, bits: int, device: torch.device) -> tuple[bool | None, str]:
     """(whether the kernel is correct on this device, or None if it does not support it; the result or error in words)."""
     try:
         return _try(spec, layout, bits, device)

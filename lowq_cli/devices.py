@@ -103,10 +103,11 @@ def wake(device: str, least: int = 0) -> None:
     """
     kind, _, index = device.partition(":")
     if kind in ("auto", "cuda") and (index.isdigit() or not index):
-        Thread(target=_make_context, args=(int(index or 0), least), daemon=True).start()
+        Thread(target=make_context, args=(int(index or 0), least), daemon=True).start()
 
 
-def _make_context(index: int, least: int) -> None:
+def make_context(index: int, least: int) -> None:
+    """Make the context of GPU `index` if it has `least` bytes of memory, and compute Triton's digest; nothing without a GPU."""
     if gpus():
         Thread(target=_hash_triton, daemon=True).start()
         driver, handle, context, total = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p(), ctypes.c_size_t()

@@ -33,11 +33,12 @@ def round_block(
     Returns:
         the same codes on every run; CPU and GPU differ where a value lies within fp32 rounding of the middle of two codes.
     """
-    return _implementation(block.device.type)(block, factor, scales, zeros, levels)
+    return implementation(block.device.type)(block, factor, scales, zeros, levels)
 
 
 @cache
-def _implementation(device: str) -> RoundBlock:
+def implementation(device: str) -> RoundBlock:
+    """The function that rounds a block on a device of this type."""
     if device != "cuda":
         return round_block_torch
     triton = optional("lowq_kernels.gptq.round_block_triton", "triton")

@@ -103,7 +103,7 @@ class EndToEnd:
         with repeatable(), fast_products(), self.blocks.tail() as logits:
             done, before = self._resume(folder / STATE)
             if done == 0:
-                before = self._loss(logits, words, start, targets, others)
+                before = self.loss(logits, words, start, targets, others)
             train = self._recorded(partial(self._step, logits, others), others)
             steps, step = self.passes * len(start), done * len(start)
             for number in range(done, self.passes):
@@ -115,7 +115,7 @@ class EndToEnd:
                     step += 1
                 self._keep(folder / STATE, number + 1, before)
                 yield PassDone(number + 1, self.passes, float(total) / len(start))
-            after = self._loss(logits, words, start, targets, others)
+            after = self.loss(logits, words, start, targets, others)
         self._write(after < before)
 
     def _forward(self, number: int, x: torch.Tensor, others: Others) -> torch.Tensor:
@@ -171,7 +171,7 @@ class EndToEnd:
                 optimizer.zero_grad()
         return loss
 
-    def _loss(self, logits: Any, words: Words, start: Hidden, targets: Hidden, others: list[Others]) -> float:
+    def loss(self, logits: Any, words: Words, start: Hidden, targets: Hidden, others: list[Others]) -> float:
         """The mean KL divergence over the text."""
 
         def of_batch(words: torch.Tensor, x: torch.Tensor, targets: torch.Tensor, number: int) -> torch.Tensor:

@@ -235,7 +235,7 @@ def _obey(name: str, rest: str, talk: Any, settings: Settings, begin: Callable[[
             talk.show(file)
             console.say(f"{file} will be sent with your next message")
     elif name == "save":
-        _save(talk.messages, rest)
+        save(talk.messages, rest)
     else:
         raise UsageError(f"there is no command /{name}; /help lists them")
     return talk
@@ -251,7 +251,7 @@ def _files(line: str) -> list[str]:
         return [line]
 
 
-def _save(messages: list[dict[str, str]], name: str) -> None:
+def save(messages: list[dict[str, str]], name: str) -> None:
     """Write the conversation to a file. Raises UsageError if the file cannot be written, or exists."""
     path = Path(name).expanduser()
     if not name:

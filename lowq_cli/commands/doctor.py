@@ -28,7 +28,7 @@ def doctor(as_json: AsJson = False) -> None:
         rows: list[dict[str, Any]] = [{"name": c.name, "ok": c.ok, "found": c.result, "fix": c.fix} for c in checks]
         console.out_json({"ok": ok, "checks": rows})
     else:
-        console.table("", ("", "check", "found"), _rows(checks), on_stdout=True)
+        console.table("", ("", "check", "found"), table_rows(checks), on_stdout=True)
         for c in checks:
             if c.fix:
                 console.out(f"{c.name}: {c.fix}")
@@ -37,7 +37,7 @@ def doctor(as_json: AsJson = False) -> None:
     console.say("next: lowq run demo 'Once upon a time', or lowq quantize MODEL")
 
 
-def _rows(checks: "list[Check]") -> list[tuple[str, str, str]]:
+def table_rows(checks: "list[Check]") -> list[tuple[str, str, str]]:
     """The rows of the table, one per check; kernels that are missing for the same reason share one row at the end."""
     marks = {True: "ok", False: "FAIL", None: "-"}
     reasons = Counter(c.result for c in checks if c.ok is None)

@@ -89,13 +89,13 @@ def tune(
         raise UsageError("nothing measured: no kernel takes these shapes here")
     chosen = list(entries.values())
     if on_gpu and not stopped:
-        chosen, stopped = _in_steps(tuner.Steps(opened.folder, where), batches, chosen, clock)
+        chosen, stopped = race_batches(tuner.Steps(opened.folder, where), batches, chosen, clock)
     if not on_gpu and stopped != "interrupted":
         chosen = _unless_slower(opened, where, chosen, batches)
     path = tuner.save(opened.folder, where, chosen)
     winners, lost = tuner.taken(chosen)
     if winners:
-        _report(winners, as_json)
+        report(winners, as_json)
     for line in [*lost, *tuner.crossovers(chosen)]:
         console.say(line)
     for name, why in sorted(measure.failed.items()):
@@ -129,7 +129,7 @@ def _unless_slower(opened: "Checkpoint", where: Any, chosen: "list[Entry]", batc
     return faster
 
 
-def _in_steps(
+def race_batches(
     steps: "Steps", batches: "Sequence[int]", entries: "Sequence[Entry]", clock: "Budget"
 ) -> "tuple[list[Entry], str]":
     """(entries to keep, why timing ended early or ""): batch sizes not timed in whole steps keep dispatch's own choice."""
@@ -154,7 +154,7 @@ def _in_steps(
     return raced, stopped
 
 
-def _report(entries: "Sequence[Entry]", as_json: bool) -> None:
+def report(entries: "Sequence[Entry]", as_json: bool) -> None:
     """The winners of each shape, a row for each run of batch sizes that differ in nothing but their times."""
 
     def row_of(e: "Entry") -> tuple[str, ...]:

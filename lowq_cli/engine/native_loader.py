@@ -228,7 +228,7 @@ def _experts(part: Experts, rows: Mapping[str, list[Matrix]], contents: Contents
         biases["gate_up_proj"] = torch.cat([mixed[:, 0::2], mixed[:, 1::2]], 1)
     experts = QuantExperts(_Gating(part, stacks, biases), schemes, dtype, top_k=part.router.top_k)
     for name, stack in packed.items():
-        experts._hold(name, stack)
+        experts.set_stack(name, stack)
     return experts.prepare(dtype)
 
 

@@ -55,7 +55,7 @@ def warm_texts(model: Any, decoder: NativeDecoder, rows: int) -> int:
     """As `warm`, for the logits of whole sequences with `rows` tokens at a time, without reporting progress."""
     if model.device.type != "cuda":
         return 0
-    steps = _steps(decoder.plan, decoder.plan.program(rows), rows, decoder.kv, True)
+    steps = step_launches(decoder.plan, decoder.plan.program(rows), rows, decoder.kv, True)
     work = [*products(decoder.linears, model.dtype, {rows}), *steps]
     return launch_all(work, lambda n, of: None)
 
@@ -77,7 +77,7 @@ def launches(
     step, new = (batch, replace(sampling, seed=0)), rows - met
     work = [*products(explain.called(model, decoder), model.dtype, new)]
     if isinstance(decoder, NativeDecoder) and step not in met:
-        work += _between(decoder, batch, new, sampling)
+        work += launches_between_products(decoder, batch, new, sampling)
     if isinstance(decoder, NativeDecoder) and decoder.drafts and "drafts" not in met:
         work += [*products(decoder.linears, model.dtype, set(WIDTHS["cuda"]))]
         work += [one for T in WIDTHS["cuda"] for one in _checks(decoder, T)]
@@ -108,7 +108,9 @@ def _multiply(layer: QuantLinear | nn.Linear, M: int, dtype: torch.dtype) -> Non
     dense.linear(layer, torch.zeros(M, layer.in_features, dtype=dtype, device=layer.weight.device))
 
 
-def _between(decoder: NativeDecoder, batch: int, rows: set[int], sampling: Sampling) -> list[Callable[[], object]]:
+def launches_between_products(
+    decoder: NativeDecoder, batch: int, rows: set[int], sampling: Sampling
+) -> list[Callable[[], object]]:
     """One launch for each kernel between the matmuls of a step, and for a mixture's layer."""
     plan, kind = decoder.plan, decoder.kv
 
@@ -119,21 +121,23 @@ def _between(decoder: NativeDecoder, batch: int, rows: set[int], sampling: Sampl
         plan.ops.choose(logits, token, pos, seed, sampling.temperature, advance)
 
     work: list[Callable[[], object]] = [partial(choose, 0), partial(choose, 1)]
-    work += _steps(plan, plan.program(batch), batch, kind, False)
-    work += _steps(plan, plan.steps, 1, kind, False, lambda step: isinstance(step, s.Attend), LONG)
-    work += _steps(plan, plan.steps, batch, kind, True, lambda step: bool(step.state))
+    work += step_launches(plan, plan.program(batch), batch, kind, False)
+    work += step_launches(plan, plan.steps, 1, kind, False, lambda step: isinstance(step, s.Attend), LONG)
+    work += step_launches(plan, plan.steps, batch, kind, True, lambda step: bool(step.state))
     for M in rows - {batch}:
-        work += _steps(plan, plan.program(M), M, kind, False, lambda step: isinstance(step, s.Experts | folding.GateProduct))
+        work += step_launches(
+            plan, plan.program(M), M, kind, False, lambda step: isinstance(step, s.Experts | folding.GateProduct)
+        )
     return work
 
 
 def _checks(decoder: NativeDecoder, T: int) -> Iterator[Callable[[], object]]:
     """One launch of each kernel of a step that checks drafts in T rows of one sequence; products are left out."""
     plan, of_state = decoder.plan, lambda step: bool(step.state)
-    yield from _steps(plan, plan.program(T), T, decoder.kv, False, lambda step: not of_state(step))
+    yield from step_launches(plan, plan.program(T), T, decoder.kv, False, lambda step: not of_state(step))
     recurrent = any(isinstance(spec, Recurrent) for spec in plan.states)
     for slots in () if recurrent else (SLOTS, LONG):  # recurrent layers take the rows of a sequence one by one
-        yield from _steps(plan, plan.steps, T, decoder.kv, False, of_state, slots, drafted=True)
+        yield from step_launches(plan, plan.steps, T, decoder.kv, False, of_state, slots, drafted=True)
     yield partial(_accept, plan, T)
 
 
@@ -146,7 +150,7 @@ def _accept(plan: Plan, T: int) -> None:
     plan.ops.accept(token, token.clone(), one, one + T, one, one.clone(), pos[:1].clone(), one.clone())
 
 
-def _steps(
+def step_launches(
     plan: Plan,
     steps: Sequence[s.Step],
     M: int,

@@ -135,7 +135,7 @@ class Generation:
 
     def pieces(self) -> Iterator[tuple[int, str]]:
         """(sequence, piece) of all sequences, as they are generated."""
-        for tokens in self._steps():
+        for tokens in self.new_tokens():
             for i in sorted(self._open):
                 for token in tokens[i]:
                     piece = self._take(i, token)
@@ -161,7 +161,7 @@ class Generation:
             self._open.discard(i)
         return piece
 
-    def _steps(self) -> Iterator[list[list[int]]]:
+    def new_tokens(self) -> Iterator[list[list[int]]]:
         """For each step, the new tokens of every sequence: one, or several in a step with drafts. Tokens are read one step
         behind a device that runs ahead."""
         if self.room == 0:
@@ -191,7 +191,7 @@ class Generation:
             yield [[t] for t in tokens]
 
     def _checked(self, drafting: OnDevice, tokens: list[int], first: float) -> Iterator[list[list[int]]]:
-        """As `_steps` after the first token, for one sequence whose drafts are made on the device."""
+        """As `new_tokens` after the first token, for one sequence whose drafts are made on the device."""
         count = 1
         yield [tokens]
         waiting: list[tuple[_Fetch, int, bool]] = []
@@ -208,7 +208,7 @@ class Generation:
             drafting.took(len(tokens), drafting.clock() - began)
 
     def _drafted(self, drafting: FromHost, tokens: list[int], first: float) -> Iterator[list[list[int]]]:
-        """As `_steps` after the first token, for one sequence. Plain steps run ahead; a step with drafts waits for them.
+        """As `new_tokens` after the first token, for one sequence. Plain steps run ahead; a step with drafts waits for them.
 
         A device that runs ahead computes the next step while the tokens of the last one become text.
         """

@@ -54,9 +54,9 @@ COMPANIONS = (  # files that a checkpoint needs besides its weights; copied unch
     "LICENSE*", "NOTICE*",
 )  # fmt: skip
 HUB_ID = re.compile(r"(?!.*\.(gguf|safetensors)$)[\w.-]+(/[\w.-]+)?")
-_WANTED = ["*.safetensors", "*.json", "README.md", *COMPANIONS]  # README.md's front matter names the licence
+WANTED = ["*.safetensors", "*.json", "README.md", *COMPANIONS]  # README.md's front matter names the licence
 _FOLDERS = [p for i, c in enumerate(OTHERS) for p in (f"{OTHERS[:i]}[!{c}]*/*", f"{OTHERS[:i]}/*")]  # all folders but OTHERS
-_UNWANTED = [*_FOLDERS, f"{OTHERS}?*/*", "consolidated*"]  # folders of other formats, and Mistral's second copy of the weights
+UNWANTED = [*_FOLDERS, f"{OTHERS}?*/*", "consolidated*"]  # folders of other formats, and Mistral's second copy of the weights
 SAMPLES, SAMPLE_BYTES = 16, 4096  # samples per file and their bytes, for `identity`
 
 
@@ -321,7 +321,7 @@ def _download(repo: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(repo, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+        return Path(snapshot_download(repo, allow_patterns=WANTED, ignore_patterns=UNWANTED))
     except Exception as e:  # of the hub's client and the network: `_hub_error` says which
         if is_no_refusal(e):
             raise
@@ -334,7 +334,7 @@ def _hub_headers(repo: str) -> Source:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     with suppress(LocalEntryNotFoundError, HFValidationError):  # otherwise headers come from the hub
-        cached = Path(snapshot_download(repo, allow_patterns=_WANTED, ignore_patterns=_UNWANTED, local_files_only=True))
+        cached = Path(snapshot_download(repo, allow_patterns=WANTED, ignore_patterns=UNWANTED, local_files_only=True))
         if _is_whole(cached):
             return _open_folder(repo, cached)
     try:

@@ -68,7 +68,7 @@ class QuantExperts(nn.Module):
             bias = getattr(experts, f"{name}_bias") if kind.bias else None
             self.register_parameter(f"{name}_bias", None if bias is None else nn.Parameter(bias.detach().to(dtype), False))
             if scheme is None:
-                self._hold(name, Stack(dense.detach().to(dtype), None, None, None, None, N, K, DISK))
+                self.set_stack(name, Stack(dense.detach().to(dtype), None, None, None, None, N, K, DISK))
                 continue
             words = torch.zeros(E, N, bitstream.words_per_row(K, scheme.bits), dtype=torch.int32, device=dense.device)
             of_scale = dtype if scheme.scale == "float" else torch.uint8
@@ -77,11 +77,11 @@ class QuantExperts(nn.Module):
                 None if scheme.zero == "none" else meta.clone(),
                 blank_table(scheme, dense.device, E, (tables or {}).get(name, 1)),
             )
-            self._hold(name, Stack(words, meta, zeros, None, scheme, N, K, DISK, table))
+            self.set_stack(name, Stack(words, meta, zeros, None, scheme, N, K, DISK, table))
         self.dtype = dtype
         self.__dict__["gating"] = experts  # not a submodule: only its gate function is used, it has no parameters left
 
-    def _hold(self, name: str, stack: Stack) -> None:
+    def set_stack(self, name: str, stack: Stack) -> None:
         """Keep `stack` as the tensors called `name`."""
         for suffix, t in zip(LEAVES, (stack.words, stack.scales, stack.zeros, stack.table), strict=True):
             setattr(self, name + suffix, None if t is None else nn.Parameter(t, requires_grad=False))
@@ -108,7 +108,7 @@ class QuantExperts(nn.Module):
 
     def _move(self, name: str, layout: str) -> None:
         if layout != self.layouts[name]:
-            self._hold(name, self.stack(name).repacked(layout))
+            self.set_stack(name, self.stack(name).repacked(layout))
 
     def prepare(self, dtype: torch.dtype | None = None) -> "QuantExperts":
         """Move the weights into the layout that this device computes in. Called after loading; idempotent."""

@@ -189,7 +189,7 @@ def _settle_experts(module: QuantExperts) -> None:
         if scheme:
             module.schemes[stack] = scheme
         module.shapes[stack] = E, N, K
-        module._hold(stack, replace(now, words=local[0], scales=local[1], zeros=local[2], scheme=scheme, N=N, K=K))
+        module.set_stack(stack, replace(now, words=local[0], scales=local[1], zeros=local[2], scheme=scheme, N=N, K=K))
 
 
 def _share(scheme: Scheme, K: int, parts: int) -> tuple[Scheme, int]:

@@ -87,12 +87,12 @@ def _quantized(W: torch.Tensor, kind: str, name: str) -> Iterator[torch.Tensor]:
     step = max(1, gguf.ROWS // W.shape[1])
     for i in range(0, len(W), step):
         try:
-            yield _encoded(W[i : i + step], kind, name)
+            yield encoded_rows(W[i : i + step], kind, name)
         except LowqError as e:
             raise type(e)(f"cannot export {name}: {e}") from None
 
 
-def _encoded(W: torch.Tensor, kind: str, name: str) -> torch.Tensor:
+def encoded_rows(W: torch.Tensor, kind: str, name: str) -> torch.Tensor:
     """The bytes of rows (R, K) in a GGUF type."""
     R, K = W.shape
     if kind in BLOCK_KINDS:

@@ -197,7 +197,7 @@ def train(of: Training, model: Any, tokenizer: Any, save_s: float = SAVE_S) -> G
         return trained
     if of.out.exists() and any(of.out.iterdir()) and not (of.out / HEAD_STATE).exists():
         raise UsageError(f"{of.out} is there already and holds something else; use another --out, or remove it")
-    plain, greedy = yield from _text(of, model, tokenizer)
+    plain, greedy = yield from training_windows(of, model, tokenizer)
     ids = _counted(torch.cat([plain, greedy]).flatten(), of.of)
     teacher = Teacher(plan_of(model), of.of, ids, of.windows, plain.shape[1])
     held = _held_out(len(plain) + len(greedy)) // 2
@@ -213,7 +213,7 @@ def train(of: Training, model: Any, tokenizer: Any, save_s: float = SAVE_S) -> G
     return result
 
 
-def _text(of: Training, model: Any, tokenizer: Any) -> Generator[Step, None, tuple[torch.Tensor, torch.Tensor]]:
+def training_windows(of: Training, model: Any, tokenizer: Any) -> Generator[Step, None, tuple[torch.Tensor, torch.Tensor]]:
     """Windows (n, L) of sampled text, and of greedy text; for a given text, its two halves."""
     if of.own is None:
         contents = texts.Text.read(None if of.text == texts.BUNDLED else of.text)

@@ -106,7 +106,7 @@ def execute(prepared: Prepared, fresh: bool = False, files_at_once: int | None =
         try:
             for step in calibration.run() if calibration else ():
                 if isinstance(step, LayerDone):
-                    output.log(_logged(step))
+                    output.log(log_line(step))
                 yield step
             result = yield from _write(source, plan, output, workers, prepared.began, calibration, files_at_once)
         except BaseException as e:
@@ -146,7 +146,7 @@ def run(
         yield from execute(prepared, fresh)
 
 
-def _logged(layer: LayerDone) -> str:
+def log_line(layer: LayerDone) -> str:
     """The log line of a calibrated layer."""
     done = "calibrated before" if layer.resumed else f"error {layer.error:.4g}, {layer.seconds:.1f} s"
     return f"layer {layer.index} of {layer.total}: {done}"

@@ -345,5 +345,5 @@ def test_layers_are_calibrated_behind_a_quantized_embedding(family_checkpoints, 
 
 def test_the_log_says_of_a_layer_done_before_that_it_was():
     """It printed "error 0" before."""
-    assert pipeline._logged(calibration.LayerDone(2, 6, 0.0, 0.1, True)) == "layer 2 of 6: calibrated before"
-    assert pipeline._logged(calibration.LayerDone(3, 6, 0.0125, 4.2, False)) == "layer 3 of 6: error 0.0125, 4.2 s"
+    assert pipeline.log_line(calibration.LayerDone(2, 6, 0.0, 0.1, True)) == "layer 2 of 6: calibrated before"
+    assert pipeline.log_line(calibration.LayerDone(3, 6, 0.0125, 4.2, False)) == "layer 3 of 6: error 0.0125, 4.2 s"

@@ -17,14 +17,14 @@ def test_no_weight_is_packed_for_torchs_cpu_kernel_on_another_device():
         if "cuda" in spec.devices:  # as the reference, which takes every layout
             here = replace(spec, devices=("meta",))
             for layout in (name for name in spec.layouts if name in LAYOUTS):
-                reasons.setdefault(layout, set()).add(checkup._tried(here, layout, 8, device))
+                reasons.setdefault(layout, set()).add(checkup.try_kernel(here, layout, 8, device))
     assert reasons["cpu_int4"] == {(None, "layout cpu_int4 is only for cpu")}
     assert not any("is only for" in why for _, why in reasons["rowstream"])
 
 
 def test_a_kernel_of_another_device_is_refused():
     spec = registry.kernels()["cpu/int4"]
-    assert checkup._tried(spec, "cpu_int4", 8, torch.device("meta")) == (None, "runs on cpu, not on meta")
+    assert checkup.try_kernel(spec, "cpu_int4", 8, torch.device("meta")) == (None, "runs on cpu, not on meta")
 
 
 def test_an_error_of_one_kernel_is_a_row_and_the_others_are_still_checked(monkeypatch):
@@ -35,7 +35,7 @@ def test_an_error_of_one_kernel_is_a_row_and_the_others_are_still_checked(monkey
 
     pack = checkup.pack
     monkeypatch.setattr(checkup, "pack", broken)
-    result = {c.name: c for c in checkup._kernels()}
+    result = {c.name: c for c in checkup.kernels()}
     assert not result["kernel reference"].ok
     assert "RuntimeError at" in result["kernel reference"].result
     assert "\n" not in result["kernel reference"].result
@@ -47,7 +47,7 @@ def test_a_lost_gpu_is_one_row_and_no_kernel_is_blamed_for_it(monkeypatch):
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with ...")
 
     monkeypatch.setattr(checkup, "pack", lost)
-    (result,) = checkup._products()
+    (result,) = checkup.products()
     assert (result.name, result.ok) == ("kernels", False)
     assert "illegal memory access" in result.result
     assert "CUDA_LAUNCH_BLOCKING=1" in result.fix

@@ -9,7 +9,7 @@ import pytest
 
 from lowq_cli import console
 from lowq_cli.checkup import Check
-from lowq_cli.commands.doctor import _rows
+from lowq_cli.commands.doctor import table_rows
 from lowq_cli.commands.export import show
 from lowq_cli.interop.exported import Exported
 
@@ -63,7 +63,7 @@ def test_a_line_breaks_between_words_on_a_terminal_and_nowhere_else(terminal):
 def test_doctor_gives_kernels_of_another_machine_one_row():
     absent = [Check(f"kernel cuda/{i}", None, "runs on cuda") for i in range(4)]
     checks = [Check("torch", True, "2"), *absent, Check("gpu", None, "none"), Check("kernel x", False, "wrong")]
-    assert _rows(checks) == [
+    assert table_rows(checks) == [
         ("ok", "torch", "2"),
         ("-", "gpu", "none"),
         ("FAIL", "kernel x", "wrong"),

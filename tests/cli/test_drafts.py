@@ -239,7 +239,7 @@ def ahead(demo):
 def test_the_next_step_computes_while_tokens_become_text(ahead, room, seed):
     generation, decoder, drafter = ahead(room, seed)
     generation.drafting.balance = None  # drafts are always allowed
-    for read, tokens in enumerate(generation._steps(), 1):
+    for read, tokens in enumerate(generation.new_tokens(), 1):
         generation.tokens[0] += tokens[0]
         assert decoder.launched > read or len(generation.tokens[0]) >= room
     assert generation.tokens[0][:room] == decoder.answer[:room]
@@ -256,7 +256,7 @@ def test_with_deterministic_all_steps_have_as_many_rows(ahead, drafts, tokens):
     decoder.answer[:] = drafter.answer[:] = [t % tokens for t in decoder.answer]
     drafter = drafter if drafts else NoDrafts()
     generation.drafting = drafting.FromHost(drafter, decoder, same=True)
-    for one in generation._steps():
+    for one in generation.new_tokens():
         generation.tokens[0] += one[0]
     assert generation.tokens[0][:200] == decoder.answer[:200]
     assert set(decoder.rows[1:]) == {drafting.SAME_ROWS}
@@ -266,7 +266,7 @@ def test_with_deterministic_all_steps_have_as_many_rows(ahead, drafts, tokens):
 def test_a_drafter_is_given_tokens_once_drafts_are_allowed(ahead):
     generation, decoder, drafter = ahead(60, 1)
     switch = generation.drafting.balance = SimpleNamespace(allowed=False, plain_s=0.0, note=lambda *step: None)
-    for read, tokens in enumerate(generation._steps()):
+    for read, tokens in enumerate(generation.new_tokens()):
         generation.tokens[0] += tokens[0]
         assert (not drafter.tokens) == (read <= 20)
         switch.allowed = read >= 20
@@ -288,7 +288,7 @@ def test_a_step_that_was_recorded_first_does_not_turn_drafts_off(ahead):
         return step
 
     decoder.verify = recording
-    for tokens in generation._steps():
+    for tokens in generation.new_tokens():
         generation.tokens[0] += tokens[0]
     assert widths
     assert sum(noted) >= len(widths)

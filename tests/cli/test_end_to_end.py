@@ -97,8 +97,8 @@ def test_the_loss_is_that_of_the_stored_bytes(family_checkpoints, text, tmp_path
 
     dense = family_checkpoints("llama", schemes={}, positions=32).dense
     quicken(monkeypatch, 3)
-    seen, loss = [], EndToEnd._loss
-    monkeypatch.setattr(EndToEnd, "_loss", lambda self, *a: seen.append(loss(self, *a)) or seen[-1])
+    seen, loss = [], EndToEnd.loss
+    monkeypatch.setattr(EndToEnd, "loss", lambda self, *a: seen.append(loss(self, *a)) or seen[-1])
     list(pipeline.run(dense, recipe(text, lm_head="keep"), tmp_path / "o"))
     with open_source(dense) as a, open_source(tmp_path / "o") as b, torch.no_grad():
         original, quantized = (load_model(source, "cpu", torch.float32) for source in (a, b))

@@ -189,7 +189,7 @@ def test_packed_mixtures(kind, bits):
             experts = QuantExperts(module, dict.fromkeys(Kind().stacks, scheme), torch.float16)
             for leaf, ps in packed.items():
                 words, scales, zeros = (torch.stack([getattr(p, f) for p in ps]) for f in ("words", "scales", "zeros"))
-                experts._hold(leaf, Stack(words, scales.half(), zeros.half(), None, scheme, ps[0].N, ps[0].K, "rowstream"))
+                experts.set_stack(leaf, Stack(words, scales.half(), zeros.half(), None, scheme, ps[0].N, ps[0].K, "rowstream"))
             model.set_submodule(path, experts.prepare())
             assert experts.fused(torch.float16, 2) is not None
     decoder = NativeDecoder(model)

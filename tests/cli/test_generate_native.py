@@ -198,7 +198,7 @@ def pack_experts(model):
         experts = QuantExperts(module, dict.fromkeys(packed, scheme), torch.float32)
         for leaf, ps in packed.items():
             words, scales, zeros = (torch.stack([getattr(p, f) for p in ps]) for f in ("words", "scales", "zeros"))
-            experts._hold(leaf, Stack(words, scales, zeros, None, scheme, ps[0].N, ps[0].K, "rowstream"))
+            experts.set_stack(leaf, Stack(words, scales, zeros, None, scheme, ps[0].N, ps[0].K, "rowstream"))
         model.set_submodule(path, experts)
     return dense
 

@@ -336,7 +336,7 @@ def test_experts_packed_in_one_stack_only(stack, family_checkpoints):
         expected = module(x, index, weights)
     packed = open_model(c.packed).model.layers[0].mlp.experts
     half = QuantExperts(module, {stack: packed.schemes[stack]}, torch.float32)
-    half._hold(stack, packed.stack(stack))
+    half.set_stack(stack, packed.stack(stack))
     assert distance(half(x, index, weights), expected) < 1e-5
     spoilt = half.get_parameter(stack)
     spoilt.data = spoilt.data.flip(0).contiguous()

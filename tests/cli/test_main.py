@@ -350,5 +350,5 @@ def test_tritons_digest_is_computed_during_torchs_import_with_a_gpu(monkeypatch)
     monkeypatch.setattr(devices.ctypes, "CDLL", lambda name: SimpleNamespace(cuDeviceGet=lambda *_: 1))
     for there, expected in ((0, False), (1, True)):
         monkeypatch.setattr(devices, "gpus", lambda there=there: there)
-        devices._make_context(0, 0)
+        devices.make_context(0, 0)
         assert asked.wait(60 if expected else 0.1) == expected

@@ -163,7 +163,7 @@ def write_blocks_of(folder, path, kind):
         packed = W.dim() == 2 and theirs.startswith("blk")
         W = permute_heads(W, 4 if theirs.endswith("q") else 2) if theirs in ("blk.0.attn_q", "blk.0.attn_k") else W
         rows.append(GgufTensor(f"{theirs}.weight", tuple(W.shape), kind if packed else "F32"))
-        raw.append(gguf_bytes._encoded(W, kind, name) if packed else W.float().contiguous().flatten().view(torch.uint8))
+        raw.append(gguf_bytes.encoded_rows(W, kind, name) if packed else W.float().contiguous().flatten().view(torch.uint8))
     facts = {"context_length": 32, "embedding_length": 256, "block_count": 1, "feed_forward_length": 256, "vocab_size": 402,
              "attention.head_count": 4, "attention.head_count_kv": 2}  # fmt: skip
     metadata = [("general.architecture", text_value("llama")), ("general.name", text_value("kept as it is"))]

@@ -117,16 +117,16 @@ def entry(M, layout="rowstream", kernel="dequant", us=9.0):
 
 
 def test_batch_sizes_that_one_kernel_takes_share_a_row(capsys):
-    from lowq_cli.commands.tune import _report
+    from lowq_cli.commands.tune import report
 
-    _report([entry(1), entry(4, us=20.0), entry(16, kernel="cpu/int4"), entry(64, us=30.0)], as_json=False)
+    report([entry(1), entry(4, us=20.0), entry(16, kernel="cpu/int4"), entry(64, us=30.0)], as_json=False)
     output = capsys.readouterr()
     assert [line.split()[4:] for line in output.out.splitlines() if "256x512" in line] == [
         ["1", "to", "4", "dequant", "9.0", "to", "20.0"],
         ["16", "cpu/int4", "9.0"],
         ["64", "dequant", "30.0"],
     ]
-    _report([entry(1), entry(4)], as_json=False)
+    report([entry(1), entry(4)], as_json=False)
     assert "nothing to choose" in capsys.readouterr().err
 
 
@@ -249,12 +249,12 @@ class RacedSteps:
 
 @pytest.mark.parametrize(("seconds", "stop_at", "raced"), [(60, 0, [1, 4, 16]), (1.5, 0, [1, 4]), (60, 4, [1])])
 def test_batch_sizes_without_a_race_get_no_entry_and_are_named(seconds, stop_at, raced, capsys):
-    from lowq_cli.commands.tune import _in_steps
+    from lowq_cli.commands.tune import race_batches
     from lowq_kernels.dispatch.measure import Budget
 
     clock = Budget(seconds)
     entries = [entry(M) for M in (1, 4, 16)]
-    kept, stopped = _in_steps(RacedSteps(clock, stop_at), (1, 4, 16), entries, clock)
+    kept, stopped = race_batches(RacedSteps(clock, stop_at), (1, 4, 16), entries, clock)
     assert [e.M for e in kept] == raced
     assert stopped == ("interrupted" if stop_at else "")
     missed = [str(M) for M in (1, 4, 16) if M not in raced]

@@ -70,7 +70,7 @@ def test_prompts_launch_their_own_products_and_the_steps_between(decoder, monkey
 
 def test_the_launches_between_products_are_the_steps_own(decoder):
     """They run without an error, so their shapes are right; launch_all would hide one."""
-    for launch in precompiling._between(decoder, 2, {2, 6}, Sampling(temperature=0.7)):
+    for launch in precompiling.launches_between_products(decoder, 2, {2, 6}, Sampling(temperature=0.7)):
         launch()
 
 

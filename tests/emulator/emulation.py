@@ -172,7 +172,7 @@ def defect(module: ModuleType, file: str, good: str, bad: str, *more: tuple[str,
         assert text in source
         source = source.replace(text, wrong)
     name = f"{hashlib.sha256(source.encode()).hexdigest()[:16]}-{file}"  # the copy's, as build_all takes it
-    (Path(simt._folder().name) / name).write_text(simt.host_source(source))
+    (Path(simt.build_folder().name) / name).write_text(simt.host_source(source))
 
     planted: list[Any] = []
 

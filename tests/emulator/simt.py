@@ -133,7 +133,7 @@ def tensor_map(
 
 
 @cache
-def _folder() -> tempfile.TemporaryDirectory:
+def build_folder() -> tempfile.TemporaryDirectory:
     """The sources as C++, and the libraries built from them, for this process."""
     folder = tempfile.TemporaryDirectory(prefix="lowq-simt-")
     for name, text in nvrtc.sources().items():
@@ -143,7 +143,7 @@ def _folder() -> tempfile.TemporaryDirectory:
 
 def build(keys: list[tuple[str, str]]) -> ctypes.CDLL:
     """A library with a function `run_<i>` for each (file, template instance); each file stands in a namespace of its own."""
-    folder, files = Path(_folder().name), list(dict.fromkeys(file for file, _ in keys))
+    folder, files = Path(build_folder().name), list(dict.fromkeys(file for file, _ in keys))
     spaces = {file: f"file_{i}" for i, file in enumerate(files)}
     headers = dict.fromkeys(h for file in files for h in re.findall(r'#include "(\w+\.cuh)"', (folder / file).read_text()))
     lines = ['#include "simt.h"', *(f'#include "{h}"' for h in headers)]

@@ -58,7 +58,9 @@ def test_precompiled_operations_find_their_inputs(name):
     plan, of_torch = plan_of(planned(random_model(name))), s.Keep | s.Take | s.Drop
     with torch.inference_mode():
         for prompt in (False, True):
-            for launch in precompiling._steps(plan, plan.steps, 3, "16", prompt, lambda step: not isinstance(step, of_torch)):
+            for launch in precompiling.step_launches(
+                plan, plan.steps, 3, "16", prompt, lambda step: not isinstance(step, of_torch)
+            ):
                 launch()
 
 

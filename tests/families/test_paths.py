@@ -144,7 +144,7 @@ PERMITTED = {"apertus": {"step, Xielu", "prompt, Xielu"}}  # five small operatio
 
 @pytest.mark.skipif(not KERNELS, reason="NVRTC is not installed, and without it our launchers do not import")
 @pytest.mark.parametrize("name", HERE)
-def test_what_runs_as_a_definition(name):
+def test_operations_without_a_kernel_are_those_permitted(name):
     here = [mock.patch.object(gpu, n, return_value=gpu.HOPPER) for n in ("here", "of")]
     with here[0], here[1]:
         assert gaps(name) == PERMITTED.get(name, set())

@@ -69,7 +69,7 @@ def test_another_image_replayed_gives_other_features(name):
     assert all(off(found[3], features) > 1e-3 for i, features in enumerate(found) if i != 3)
 
 
-def test_what_depends_on_the_size_alone_is_not_computed_again():
+def test_results_of_the_size_alone_are_not_computed_again():
     tower, p = tower_of("qwen2_5_vl"), pictured.picture("qwen2_5_vl", 1, 4, 5)
     with torch.inference_mode():
         there = tower.arguments(p.inputs)
@@ -126,7 +126,7 @@ ASKS = {
 
 
 @pytest.mark.parametrize("run", ASKS.values(), ids=ASKS)
-def test_what_depends_on_values_of_pixels_has_no_program(run):
+def test_operations_that_read_values_of_pixels_have_no_program(run):
     x = torch.randn(3, 3)
     with torch.inference_mode(), pytest.raises(UnsupportedError, match="pixels"):
         trace(lambda: run(x), x)

@@ -19,7 +19,7 @@ from published import FAMILIES
 from walking import GREEDY, HOW, NEW, PROMPT, SAID, Walk, json_of, run, run_command
 
 from lowq_cli.engine.open_model import tokenizer
-from lowq_cli.files.source import _UNWANTED, _WANTED, open_source
+from lowq_cli.files.source import UNWANTED, WANTED, open_source
 from lowq_cli.interop.foreign import open_decoded
 from lowq_cli.serving.http import conversation
 from lowq_packers.errors import DamagedError, UnsupportedError
@@ -190,7 +190,7 @@ def test_a_split_that_was_published_wrong_is_mended_where_the_folder_says_so(tmp
     walk = Walk("mistral-nemo", tmp_path)
     facts(walk.published, "tokenizer_config.json", fix_mistral_regex=mended)
     walk.theirs = type(walk.theirs).from_pretrained(str(walk.published), fix_mistral_regex=mended)
-    walk._tokens()
+    walk.step_tokens()
 
 
 LINEAR = re.compile(r"(?!.*(visual|vision|multi_modal)).*layers.*(_proj|_linear|\.w[123]|in_proj_\w+|out_proj)$")
@@ -318,7 +318,7 @@ def test_templates_in_a_folder_of_their_own_are_read_as_transformers_reads_them(
     (walk.published / "additional_chat_templates" / "tool_use.jinja").write_text(TEMPLATES["cohere-tools"])
     walk.theirs = type(walk.theirs).from_pretrained(str(walk.published))
     assert sorted(walk.theirs.chat_template) == ["default", "tool_use"]
-    walk._tokens()
+    walk.step_tokens()
     run("quantize", walk.published, "--bits", 8, "--zero", "none", "--method", "rtn", "--out", walk.packed, "--quiet")
     run("export", walk.packed, "--to", "compressed-tensors", "--out", walk.exported, "--quiet")
     for folder in (walk.packed, walk.exported):
@@ -350,7 +350,7 @@ def test_a_download_has_the_templates_and_no_other_folder():
         "original/tokenizer.model",
         "consolidated.safetensors",
     ]
-    assert [*filter_repo_objects([*kept, *left], allow_patterns=_WANTED, ignore_patterns=_UNWANTED)] == kept
+    assert [*filter_repo_objects([*kept, *left], allow_patterns=WANTED, ignore_patterns=UNWANTED)] == kept
 
 
 @pytest.mark.parametrize("name", ["call_0123456789abcdef01234567", "a1B2c3D4e", "zu-kurz"], ids=["OpenAI's", "nine", "short"])
@@ -365,8 +365,8 @@ def test_ids_of_calls_are_as_long_as_the_template_asks(tmp_path, name):
     with ExitStack() as walk.exits:
         run("quantize", walk.published, "--bits", 8, "--method", "rtn", "--out", walk.packed, "--quiet")
         walk.made = json_of("generate", walk.packed, "--prompt", PROMPT, "--max-new-tokens", NEW, "--device", "cpu", "--json")
-        walk._serve()
-        answer = walk._post("chat/completions", messages=talk(name, "{}"), max_tokens=1)
+        walk.step_serve()
+        answer = walk.post("chat/completions", messages=talk(name, "{}"), max_tokens=1)
     theirs = walk.theirs.apply_chat_template(talk("a1B2c3D4e", {}), **HOW)
     assert answer["usage"]["prompt_tokens"] == len(theirs)
 
@@ -374,6 +374,6 @@ def test_ids_of_calls_are_as_long_as_the_template_asks(tmp_path, name):
 def test_a_call_and_its_result_keep_one_id():
     call = {"id": "call_1", "function": {"name": "f", "arguments": {}}}
     messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "call_1"}]
-    conversation._shorten_ids(messages)
+    conversation.shorten_ids(messages)
     assert re.fullmatch("[0-9a-zA-Z]{9}", call["id"])
     assert messages[1]["tool_call_id"] == call["id"]

@@ -69,13 +69,13 @@ class Walk:
         with torch.no_grad(), ExitStack() as self.exits:
             for step in STEPS:
                 try:
-                    getattr(self, f"_{step}")()
+                    getattr(self, f"step_{step}")()
                     result[step] = ""
                 except Exception as e:
                     result[step] = f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
         return result
 
-    def _tokens(self) -> None:
+    def step_tokens(self) -> None:
         with open_source(str(self.published)) as source:
             ours = pickle.loads(pickle.dumps(tokenizer(source)))
         for text in TEXTS:
@@ -91,7 +91,7 @@ class Walk:
             ids = self.theirs.apply_chat_template(SAID, **HOW, **more)
             _same(ours.apply_chat_template(SAID, **HOW, **more), ids, "a conversation")
 
-    def _generate(self) -> None:
+    def step_generate(self) -> None:
         """As transformers has the dense model: each token the likeliest, and the text that of the tokens."""
         self._natively(self.published)
         made = json_of("generate", self.published, "--prompt", PROMPT, "--max-new-tokens", NEW, *GREEDY)
@@ -121,7 +121,7 @@ class Walk:
         whole = self.theirs.decode(prompt + shown, **how)
         _same(_certain(made["text"]), _certain(whole[len(self.theirs.decode(prompt, **how)) :]), "the text")
 
-    def _quantize(self) -> None:
+    def step_quantize(self) -> None:
         run(
             "quantize",
             self.published,
@@ -143,27 +143,27 @@ class Walk:
         kept = {p.name for p in self.packed.iterdir()}
         assert companions - {"params.json"} <= kept, f"left behind: {companions - kept}"
 
-    def _inspect(self) -> None:
+    def step_inspect(self) -> None:
         result = json_of("inspect", self.packed, "--json")
         assert result["format"] == "lowq", result
 
-    def _packed(self) -> None:
+    def step_packed(self) -> None:
         """The checkpoint, as transformers computes it with the same weights."""
         self._natively(self.packed)
         self.made = json_of("generate", self.packed, "--prompt", PROMPT, "--max-new-tokens", NEW, *GREEDY)
         self._likeliest(lowq.load(str(self.packed), "cpu")[0], self.made)
 
-    def _chat(self) -> None:
+    def step_chat(self) -> None:
         output = run("chat", self.packed, "--max-new-tokens", 4, "--device", "cpu", given="Who is there?\nAnd now?\n")[1]
         assert ("no chat template" in output) != bool(self.family.templates), output
 
-    def _eval(self) -> None:
+    def step_eval(self) -> None:
         text = self.published.parent / "text.txt"
         text.write_text("Once upon a time there was a king who had a daughter. " * 4)
         result = json_of("eval", self.packed, "--text", text, "--max-tokens", 100, "--device", "cpu", "--json")
         assert 1 < result["ppl"] < 1e9, result
 
-    def _serve(self) -> None:
+    def step_serve(self) -> None:
         """The server's application: a text as `generate` writes it, a chat of as many tokens as transformers makes of it."""
         how = {"running": 2, "cache_tokens": self.family.cache_tokens, "deterministic": False, "kv": "16"}
         made = loading.load(str(self.packed), "cpu", how, True)
@@ -172,43 +172,43 @@ class Walk:
         _same(made.engine.name, expected, "the engine")
         client = TestClient(make_app(served_by(made.engine, loaded.tokenizer, loaded.stop_ids, loaded.facts.published)))
         self.client = self.exits.enter_context(client)
-        whole = self._post("completions", prompt=PROMPT, max_tokens=NEW, temperature=0)
+        whole = self.post("completions", prompt=PROMPT, max_tokens=NEW, temperature=0)
         self.served = whole["choices"][0]["text"]
         _same(_certain(self.served), _certain(self.made["text"]), "the text served")
         _same(whole["usage"]["prompt_tokens"], self.made["prompt_tokens"], "tokens of the prompt")
         if self.family.templates:
-            chat = self._post("chat/completions", messages=SAID, max_tokens=NEW, temperature=0)
+            chat = self.post("chat/completions", messages=SAID, max_tokens=NEW, temperature=0)
             ids = self.theirs.apply_chat_template(SAID, **HOW)
             _same(chat["usage"]["prompt_tokens"], len(ids), "tokens of the conversation")
             assert isinstance(chat["choices"][0]["message"]["content"], str), chat
 
-    def _stream(self) -> None:
+    def step_stream(self) -> None:
         body = {"model": "m", "stream": True, "prompt": PROMPT, "max_tokens": NEW, "temperature": 0, "repetition_penalty": 1}
         with self.client.stream("POST", "/v1/completions", json=body) as answer:
             lines = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
         _same(_certain("".join(line["choices"][0]["text"] for line in lines)), _certain(self.served), "the pieces together")
 
-    def _tools(self) -> None:
+    def step_tools(self) -> None:
         if not any("tools" in t for t in self.family.templates.values()):
             self.notes["tools"] = "no place for them in the template" if self.family.templates else "no template"
             return
-        result = self._post("chat/completions", messages=SAID, tools=TOOLS, max_tokens=NEW, temperature=0)
+        result = self.post("chat/completions", messages=SAID, tools=TOOLS, max_tokens=NEW, temperature=0)
         ids = self.theirs.apply_chat_template(SAID, tools=TOOLS, **HOW)
         _same(result["usage"]["prompt_tokens"], len(ids), "tokens of the conversation with tools")
 
-    def _post(self, path: str, **body: Any) -> dict[str, Any]:
+    def post(self, path: str, **body: Any) -> dict[str, Any]:
         answer = self.client.post(f"/v1/{path}", json={"model": "m", "repetition_penalty": 1, **body})
         assert answer.status_code == 200, answer.text
         return answer.json()
 
-    def _export(self) -> None:
+    def step_export(self) -> None:
         code, _, output = run_command("export", self.packed, "--to", "compressed-tensors", "--out", self.exported, "--json")
         if code == 5:
             self.notes["export"] = output.strip().removeprefix("lowq: ")
             return
         assert code == 0, output
 
-    def _back(self) -> None:
+    def step_back(self) -> None:
         if "export" in self.notes:
             return
         with mock.patch.dict(os.environ, XDG_CACHE_HOME=str(self.exported.parent / "cache")):  # where it is imported to

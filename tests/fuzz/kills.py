@@ -60,7 +60,7 @@ def begin(command: Command, folder: Path) -> None:
 
 def commands(valid: dict[str, Path], text: Path) -> list[Command]:
     """One of each kind: every method, fp8, budgets, own texts, exports, imports, tables, uploads, conversations."""
-    from lowq_cli.commands.chat import _save
+    from lowq_cli.commands import chat
     from lowq_cli.interop.exporter import export
     from lowq_cli.interop.importer import runnable
     from lowq_cli.interop.serving import prepare
@@ -114,7 +114,7 @@ def commands(valid: dict[str, Path], text: Path) -> list[Command]:
         Command("export, a file", lambda folder: export(packed, "gguf", folder / "out")),
         Command("generate: import", lambda folder: runnable(valid["gptq"])),
         Command("serve: export", lambda folder: prepare(packed, native=False)),
-        Command("chat: /save", lambda folder: _saved(_save, TALK, folder / "talk.json")),
+        Command("chat: /save", lambda folder: _saved(chat.save, TALK, folder / "talk.json")),
         Command("tune", lambda folder: save(folder / "out", torch.device("cpu"), entries()), copied),
         Command("push", lambda folder: pushed(folder / "out", folder / "hub"), copied),
         Command("one file", lambda folder: write_whole(folder / "out" / "table.json", b"x" * 10_000)),

@@ -167,7 +167,7 @@ def test_a_folder_with_other_files_is_not_changed(folder, tmp_path):
 def test_a_model_writes_its_heads_texts_half_of_them_greedily(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     of, model, tokenizer = planned(folder, tmp_path / "head", text="self")
-    steps = training._text(of, model, tokenizer)
+    steps = training.training_windows(of, model, tokenizer)
     message = []
     while True:
         try:
@@ -183,7 +183,7 @@ def test_a_model_writes_its_heads_texts_half_of_them_greedily(folder, tmp_path, 
     assert chance < 0.5
     result = done(training.train(of, model, tokenizer))
     assert result.steps == of.steps
-    again = training._text(of, model, tokenizer)
+    again = training.training_windows(of, model, tokenizer)
     assert done(again)[1].tolist() == greedy.tolist()
 
 

@@ -188,7 +188,7 @@ def test_a_spill_would_show():
     source = f'extern "C" __global__ void f(int* p, int n) {{ {body} }}'
     nvrtc.sources()["_probe.cu"] = source
     try:
-        assert nvrtc._compile("_probe.cu", "f", "sm_80").resources["stack"] >= 256
+        assert nvrtc.compiled("_probe.cu", "f", "sm_80").resources["stack"] >= 256
     finally:
         del nvrtc.sources()["_probe.cu"]
 

@@ -26,5 +26,5 @@ def test_the_sets_for_a_gpu_are_found_where_triton_is():
     from lowq_kernels import decode
     from lowq_kernels.gptq import round_block as columns
 
-    assert columns._implementation("cuda").__name__ == "round_block_triton"
+    assert columns.implementation("cuda").__name__ == "round_block_triton"
     assert decode.ops("cuda").name == "triton"

@@ -27,7 +27,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
         y, x = torch.empty(M, N, dtype=x.dtype), x.contiguous()
         native.product({"x": x, "words": weight, "bias": bias, "y": y}, weight.dtype, M=M, N=N, K=K, bits=16)
         return y
-    if _has_products(x.dtype):
+    if has_products(x.dtype):
         return nn.functional.linear(nn.functional.pad(x, (0, 0, 0, -M % ROUND)), weight, bias)[:M]
     y, x, rows = torch.empty(M, N, dtype=x.dtype), x.float(), max(1, SLAB_BYTES // (4 * K))
     for n in range(0, N, rows):
@@ -37,7 +37,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
 
 
 @cache
-def _has_products(dtype: torch.dtype) -> bool:
+def has_products(dtype: torch.dtype) -> bool:
     """Whether oneDNN multiplies in this dtype on this CPU; if not, torch uses slower loops."""
     if not torch.backends.mkldnn.is_available():
         return False

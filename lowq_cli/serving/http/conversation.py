@@ -32,7 +32,7 @@ def prompt_text(tokenizer: LoadedTokenizer, params: Params, tools: list[dict[str
     template = template_of(tokenizer, bool(tools))
     messages = [_message(f"messages[{i}]", m) for i, m in enumerate(params.get("messages"))]
     if NINE.search(template):
-        _shorten_ids(messages)
+        shorten_ids(messages)
     for message in messages:
         if "reasoning_content" in message:  # renamed as the template expects
             message |= {name: message["reasoning_content"] for name in ("reasoning", "thinking") if name in template}
@@ -53,7 +53,7 @@ def prompt_text(tokenizer: LoadedTokenizer, params: Params, tools: list[dict[str
     return ways.begun(text, params.think)
 
 
-def _shorten_ids(messages: list[dict[str, Any]]) -> None:
+def shorten_ids(messages: list[dict[str, Any]]) -> None:
     """Replace call ids by ones of nine letters and digits, the same for a call and its result."""
     for named, key in [(m, "tool_call_id") for m in messages] + [(c, "id") for m in messages for c in m.get("tool_calls", ())]:
         given = named.get(key)

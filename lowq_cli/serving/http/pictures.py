@@ -156,7 +156,7 @@ class PictureReader:
             self.processes.remove(process)
 
     def preprocess(self, data: bytes) -> Packed:
-        """The preprocessed image, read by one of the processes; a process that crashes or takes too long is replaced. Raises LowqError."""
+        """The preprocessed image; a process that crashes on it or takes too long is replaced. Raises LowqError."""
         try:
             process = self._free.get_nowait()
         except queue.Empty:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from lowq_packers import formats
 from lowq_packers.errors import DamagedError
-from lowq_packers.formats import fp8_block
 
 sys.path.insert(0, str(Path(__file__).parent))
 from format_support import NAME, headers, read
@@ -24,7 +24,7 @@ def test_fp8_blocks_keep_their_stride_when_the_last_is_partial(shape):
     (w,) = read(tensors, config).values()
     for n, k in [(0, 0), (N - 1, K - 1), (N - 1, 0), (min(127, N - 1), K - 1)]:
         assert w[n, k] == (W[n, k].float() * scale[n // 128, k // 128]).to(torch.bfloat16)
-    partial = fp8_block._notes(config, headers(tensors))
+    partial = formats.get("fp8").notes(config, headers(tensors))
     assert bool(partial) == bool(N % 128 or K % 128)
 
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from lowq_packers import bitstream, formats
 from lowq_packers.errors import DamagedError
-from lowq_packers.formats import gptq
 from lowq_packers.qtensor import QuantizedTensor
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -69,7 +68,7 @@ def test_gptq_version_1_zeros_of_0_have_borrowed_from_the_next_and_are_noted():
     config = gptq_config()
     (q,) = read(tensors, config).values()
     assert q.zeros[:, 0].tolist() == [0] + [8] * 7
-    (m,) = gptq._matrices(config, headers(tensors), fetcher(tensors))
+    (m,) = formats.get("gptq").matrices(config, headers(tensors), fetcher(tensors))
     assert "zeros of 0" in m.check(fetcher(tensors))[0]
     assert not m.check(fetcher(gptq_tensors(0x77777777)))
 
@@ -113,7 +112,7 @@ def test_gptq_symmetric_zeros_are_found_in_both_versions_and_never_off_by_one(bi
             with pytest.raises(DamagedError, match="asymmetric, set sym to false"):
                 read(tensors, sym)
         if stored in (mid, mid - 1) and meant != mid:
-            (m,) = gptq._matrices(sym, headers(tensors), fetcher(tensors))
+            (m,) = formats.get("gptq").matrices(sym, headers(tensors), fetcher(tensors))
             assert f"read as {mid}, since the config says sym" in m.check(fetcher(tensors))[0]
             with pytest.raises(DamagedError, match=f"set checkpoint_format to {other} there"):
                 read(tensors, asym)
