@@ -103,9 +103,9 @@ class _Moments:
     def __init__(self, blocks: DecoderLayers, spots: list[dict[str, Spot]], most_rows: int) -> None:
         rows = 0
         for number, layer in enumerate(spots):
-            held = dict(blocks.layers[number].named_parameters())
+            parameters = dict(blocks.layers[number].named_parameters())
             for s in layer.values():
-                n, k = held[s.path].shape
+                n, k = parameters[s.path].shape
                 first, last = s.cut.rows or (0, k if s.cut.transposed else n)
                 rows += last - first
         self.rows = max(1, min(most_rows, STORED // (4 * max(rows, 1))))

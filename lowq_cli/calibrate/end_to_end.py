@@ -62,30 +62,36 @@ class EndToEnd:
         for number in range(len(blocks)):
             spots = {n: s for n, s in blocks.linears(number).items() if n in files and n in items}
             with blocks.layer(number) as module:
-                held = {n: p.detach().clone() for n, p in module.named_parameters()}
+                quantized = {n: p.detach().clone() for n, p in module.named_parameters()}
             mine = {}
             for name, spot in spots.items():
                 q = load_item(files[name], items[name])
                 if spot.cut.expert is None:
                     rate, _, code_rate = rates(q.bits, weights)
                     straight = starts_straight(items[name], weights)
-                    near = spot.cut.of(held[spot.path]) if straight else None
+                    near = spot.cut.of(quantized[spot.path]) if straight else None
                     code_rate = min(code_rate, STRAIGHT_CODES) if straight else code_rate
                     mine[name] = Grid(q, dtypes[name], device, rate, code_rate, near)
                     if spot.cut.rows is None and not spot.cut.transposed:
-                        held[spot.path] = held[spot.path].to("meta")  # all of its values come from the grid
+                        quantized[spot.path] = quantized[spot.path].to("meta")  # all of its values come from the grid
                 else:
-                    spot.cut.of(held[spot.path]).copy_(q.dequantize().to(device))
+                    spot.cut.of(quantized[spot.path]).copy_(q.dequantize().to(device))
             module = blocks.layers[number]
             norm_rate = rates(min(g.q.bits for g in mine.values()), weights)[1] if mine else 0.0
             norms = {p: n for p, n in blocks.kept(number).items() if norm_rate and n in kept and _is_norm(module, p)}
-            learnt = {p: held[p].float().requires_grad_() for p in norms}
+            learnt = {p: quantized[p].float().requires_grad_() for p in norms}
             groups = [g for m in mine.values() for g in m.parameters()]
             groups += [{"params": list(learnt.values()), "lr": norm_rate}] if learnt else []
             self.optimizers.append(adam(groups, device) if groups else None)
             self.layers.append(
                 SimpleNamespace(
-                    spots=spots, quantized=held, grids=mine, norms=learnt, names=norms, module=module, forward=module.forward
+                    spots=spots,
+                    quantized=quantized,
+                    grids=mine,
+                    norms=learnt,
+                    names=norms,
+                    module=module,
+                    forward=module.forward,
                 )
             )
 

@@ -28,8 +28,10 @@ def load_item(path: Path, item: Item) -> QuantizedTensor:
     assert scheme is not None
     with _reading(path) as saved:
         has = {"codes": True, "scales": True, "zeros": scheme.zero != "none", "table": scheme.table_width}
-        held = {k: saved.get_tensor(f"{item.name}.{k}") for k, there in has.items() if there}
-    return QuantizedTensor.of(scheme, held["codes"], held["scales"], held.get("zeros"), held.get("table")).held(torch.float32)
+        tensors = {k: saved.get_tensor(f"{item.name}.{k}") for k, there in has.items() if there}
+    return QuantizedTensor.of(scheme, tensors["codes"], tensors["scales"], tensors.get("zeros"), tensors.get("table")).held(
+        torch.float32
+    )
 
 
 def load_tensor(path: Path, name: str) -> torch.Tensor | None:

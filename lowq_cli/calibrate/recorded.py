@@ -37,8 +37,8 @@ class Recorded:
             return self._aside(*inputs, **others)
         if [t.shape for t in inputs] != [t.shape for t in self.inputs]:
             return self.work(*inputs, **others)
-        for held, t in zip(self.inputs, inputs, strict=True):
-            held.copy_(t)
+        for buffer, t in zip(self.inputs, inputs, strict=True):
+            buffer.copy_(t)
         if self.graph is None and not self._record(**others):
             return self.work(*inputs, **others)
         assert self.graph is not None

@@ -214,7 +214,7 @@ def is_exact(layer: Layer, mapping: ScaleMapping, hidden: torch.Tensor, dtypes: 
         s = s.reshape(kv, times, size)[:, :1].expand(kv, times, size).reshape(-1)
     s = s.to(hidden.device)
     done = Scaled()
-    held = {path: layer.parameter(path) for path in dtypes}
+    parameters = {path: layer.parameter(path) for path in dtypes}
     _apply(layer, mapping, s, exactly, done)
     after = layer.run(hidden, layer.original)
     for name, rows in done.rows.items():
@@ -222,6 +222,6 @@ def is_exact(layer: Layer, mapping: ScaleMapping, hidden: torch.Tensor, dtypes: 
     for name, columns in done.columns.items():
         layer.scale(name, columns=1 / columns)
     for path in done.kept:
-        layer.replace(path, held[path])
+        layer.replace(path, parameters[path])
     change = (after - before).norm() / (before - hidden).norm().clamp(min=1e-30)
     return bool(change < EXACT)

@@ -232,9 +232,9 @@ class Batch:
         b, parts = self.steps, []
         assert held.v is not None
         if b:
-            own, order = qkv[:b] if self.mixed else qkv, None if self.order is None else self.order[:b]
+            rows, order = qkv[:b] if self.mixed else qkv, None if self.order is None else self.order[:b]
             attend = partial(self.ops.attend_rows, groups=self.groups) if self.drafted else self.ops.attend
-            parts.append(attend(own, held.k, held.v, self.pos[:b], *tables, heads, held.table, order))
+            parts.append(attend(rows, held.k, held.v, self.pos[:b], *tables, heads, held.table, order))
         if self.mixed:
             until = self.pictures.until if whole and self.pictures is not None else None
             parts.append(self._prompts(qkv[b:] if b else qkv, held, tables, heads, until))

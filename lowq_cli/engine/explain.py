@@ -112,7 +112,7 @@ def bytes_per_token(model: CausalModel, decoder: Decoder, batch: int = 1) -> int
         if m in embeddings:
             continue
         share = chosen if EXPERT.search(name) else 1.0
-        for t in (t for held in _read(m).values() for t in held):
+        for t in (t for tensors in _read(m).values() for t in tensors):
             place = t.untyped_storage().data_ptr()  # the parts of a joined weight are views with one storage
             if place not in seen:
                 seen.add(place)
@@ -156,9 +156,9 @@ def _read(m: nn.Module) -> dict[str, list[torch.Tensor]]:
     if not isinstance(m, QuantLinear | QuantExperts):
         parameters = [_own(p) for p in m.parameters(recurse=False)]
         return {"": parameters} if parameters else {}
-    held: dict[str, Any] = {"": m.packed} if isinstance(m, QuantLinear) else {name: m.stack(name) for name in m.shapes}
+    weights: dict[str, Any] = {"": m.packed} if isinstance(m, QuantLinear) else {name: m.stack(name) for name in m.shapes}
     tensors_of = {}
-    for leaf, p in held.items():
+    for leaf, p in weights.items():
         # torch's CPU kernel has a second copy of scales and zeros in aux, and reads that one
         tensors = [p.words, p.aux] if p.layout == "cpu_int4" else [p.words, p.scales, p.zeros, p.aux]
         tensors += [m.bias] if isinstance(m, QuantLinear) else []

@@ -193,12 +193,12 @@ def _run(
     there = Rectangle(slice(0, 1), 0, M, [M], 1) if prompt else None
     angles = plan.angles(max(slots, M if prompt else 0), plan.device)
     batch = Batch(plan.ops, ids, 0 if prompt else M, pos[:texts], angles, ids[:texts] + 1, rectangle=there, tile=plan.tile)
-    held = {i: state_of_layer(plan, i, texts, max(slots, M if prompt else 0), kind) for i in step.state}
+    states = {i: state_of_layer(plan, i, texts, max(slots, M if prompt else 0), kind) for i in step.state}
     if drafted:
         first, tables = ids[:1], ids[:M, None].to(torch.int32)
         batch = replace(batch, drafted=True, groups=(first, first + M, M))
-        held = {i: KeyValues(one.k, one.v, tables) for i, one in held.items() if isinstance(one, KeyValues)}
-    frame = s.Frame(make(M, plan.model.hidden), batch, held)  # type: ignore[arg-type]  # a dict: the step reads only its own entries
+        states = {i: KeyValues(one.k, one.v, tables) for i, one in states.items() if isinstance(one, KeyValues)}
+    frame = s.Frame(make(M, plan.model.hidden), batch, states)  # type: ignore[arg-type]  # a dict: the step reads only its own entries
     if isinstance(step, s.Experts) and route is not None:
         frame.y = make(M, route[1])
         route[0].run(frame)

@@ -48,12 +48,12 @@ class SavedCache:
     @classmethod
     def of(cls, decoder: Any) -> "SavedCache":
         """The cache of a native decoder that has read one sequence; its tensors may be views."""
-        held, tensors = decoder.held[0], dict[str, torch.Tensor]()
+        ids, tensors = decoder.held[0], dict[str, torch.Tensor]()
         for name, t, table, slots in _pages(decoder):
-            first = min(len(held), max(0, decoder.written - slots)) if slots else 0
-            tensors[name] = _at(t, table, first, len(held))
+            first = min(len(ids), max(0, decoder.written - slots)) if slots else 0
+            tensors[name] = _at(t, table, first, len(ids))
         tensors |= {f"state.{i}": t for i, t in enumerate(decoder.snapshot)}
-        return cls(held, decoder.read[0], decoder.written, _drafter(decoder), tensors)
+        return cls(ids, decoder.read[0], decoder.written, _drafter(decoder), tensors)
 
     def put(self, decoder: Any) -> bool:
         """Give a decoder this cache before it reads a prompt; returns False and changes nothing if it does not fit."""

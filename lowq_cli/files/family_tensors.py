@@ -48,8 +48,8 @@ class Named:
     def of_files(cls, model: Model, headers: Mapping[str, Any]) -> "Named":
         """The names whose embedding, and head if it is not tied, are in the files."""
         places = ((model.prefix, model.head), *model.files)
-        held = [p for p in places if any(n.startswith(p[0] + model.embed) for n in headers)]
-        return cls(model, next((p for p in held if f"{p[1]}.weight" in headers), (held or places)[0]))
+        candidates = [p for p in places if any(n.startswith(p[0] + model.embed) for n in headers)]
+        return cls(model, next((p for p in candidates if f"{p[1]}.weight" in headers), (candidates or places)[0]))
 
     def full(self, name: str) -> str:
         """A name of the description, converted to the name in files."""

@@ -39,9 +39,9 @@ class SafetensorsWriter:
         self.size = self.total = 0
         self._pool, self._pending = ThreadPoolExecutor(WRITERS), deque[Future[None]]()
         while (path := self._part(len(self.files) + 1)).is_file():
-            held = read_header(path).tensors
-            self.files.append((path, list(held)))
-            self.total += sum(h.nbytes for h in held.values())
+            tensors = read_header(path).tensors
+            self.files.append((path, list(tensors)))
+            self.total += sum(h.nbytes for h in tensors.values())
         self.done = frozenset(name for _, names in self.files for name in names)
 
     def __enter__(self) -> SafetensorsWriter:

@@ -96,8 +96,8 @@ def kind_of(module: nn.Module) -> Kind | str:
         class_name in IDENTITIES,
     )
     expected = {*kind.stacks, *(f"{n}_bias" for n in kind.stacks if kind.bias)}
-    held = {name for name, _ in module.named_parameters()} | {n for n, _ in module.named_buffers() if n in kind.stacks}
-    if odd := held ^ expected:
+    names = {name for name, _ in module.named_parameters()} | {n for n, _ in module.named_buffers() if n in kind.stacks}
+    if odd := names ^ expected:
         return f"experts with further parameters ({min(odd)})" if odd - expected else f"experts without {min(odd)}"
     return kind
 

@@ -122,8 +122,8 @@ class DecoderLayers:
 
     def kept(self, number: int) -> dict[str, str]:
         """Parameter in the layer -> checkpoint name, for parameters that one tensor fills."""
-        held = dict(self.layers[number].named_parameters())
-        return {t.inside: t.name for t in self._mine[number] if t.cut is None and t.inside in held}
+        parameters = dict(self.layers[number].named_parameters())
+        return {t.inside: t.name for t in self._mine[number] if t.cut is None and t.inside in parameters}
 
     @torch.no_grad()
     def start(
@@ -193,9 +193,9 @@ class DecoderLayers:
     def _fill(self, root: nn.Module, tensors: list[_Tensor]) -> None:
         for t in tensors:
             module, leaf = _owner(root, t.inside)
-            held = module._parameters.get(leaf)
+            parameter = module._parameters.get(leaf)
             shape = self.source.headers[t.name].shape
-            if held is None:
+            if parameter is None:
                 if (buffer := module._buffers.get(leaf)) is not None:  # e.g. the bias in DeepSeek-V3's choice of experts
                     module._buffers[leaf] = self.source.read(t.name).reshape(shape).to(self.device, _in_fp32(buffer))
                 continue
@@ -203,10 +203,10 @@ class DecoderLayers:
             if t.cut is None:
                 module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
                 continue
-            if held.is_meta:
-                held = nn.Parameter(torch.empty(held.shape, device=self.device), requires_grad=False)
-                module._parameters[leaf] = held
-            t.cut.of(held.data).copy_(value)
+            if parameter.is_meta:
+                parameter = nn.Parameter(torch.empty(parameter.shape, device=self.device), requires_grad=False)
+                module._parameters[leaf] = parameter
+            t.cut.of(parameter.data).copy_(value)
 
     @staticmethod
     def _empty(root: nn.Module, tensors: list[_Tensor]) -> None:

@@ -163,10 +163,10 @@ class Skeleton:
 
     def shape(self, param: str) -> tuple[int, ...]:
         """(N, K) of a matrix, (E, N, K) of a stack of matrices, independent of the form in which transformers holds it."""
-        held, (path, _, name) = self.params[param], param.rpartition(".")
+        parameter, (path, _, name) = self.params[param], param.rpartition(".")
         if isinstance(kind := self.kinds.get(path), Kind) and name in kind.stacks:
-            return kind.shape(held)
-        return tuple(held.shape[::-1] if isinstance(self.module(param), Conv1D) else held.shape)
+            return kind.shape(parameter)
+        return tuple(parameter.shape[::-1] if isinstance(self.module(param), Conv1D) else parameter.shape)
 
     def place(self, name: str) -> Place | None:
         """The `Place` of the checkpoint tensor `name`; None if the model does not know it."""

@@ -177,7 +177,7 @@ def commands(checkpoint: Checkpoint) -> dict[str, str]:
 def _refusing(checkpoint: Checkpoint, t: CheckpointTensor, ways: list[tuple[str, bool]]) -> list[tuple[str, bool]]:
     """The ways, (format, rounding), that cannot hold the values of a matrix."""
     try:
-        held = checkpoint.read_companions(t)
+        companions = checkpoint.read_companions(t)
     except LowqError:
         return ways
     refusing = []
@@ -185,7 +185,7 @@ def _refusing(checkpoint: Checkpoint, t: CheckpointTensor, ways: list[tuple[str,
         values_of = formats.get(to).check_values
         assert values_of is not None
         try:
-            values_of(held, t.name, rounding)
+            values_of(companions, t.name, rounding)
         except LowqError:
             refusing.append((to, rounding))
     return refusing

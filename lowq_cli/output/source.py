@@ -79,12 +79,12 @@ class Source:
 
     def _first(self, tags: tuple[str, ...]) -> tuple[int, str]:
         """(characters before the first tag, the tag); the tag is "" if there is none, or if one may begin at the text's end."""
-        held, n = self.held, len(self.held)
-        best, _, tag = min(((at, -len(t), t) for t in tags if (at := held.find(t)) >= 0), default=(n, 0, ""))
+        text, n = self.held, len(self.held)
+        best, _, tag = min(((at, -len(t), t) for t in tags if (at := text.find(t)) >= 0), default=(n, 0, ""))
         if not self.ended:
             first = {t[0] for t in tags}
             for begun in range(max(0, n - max(map(len, tags), default=1) + 1), min(best + 1, n)):
-                if held[begun] in first and any(len(t) > n - begun and t.startswith(held[begun:]) for t in tags):
+                if text[begun] in first and any(len(t) > n - begun and t.startswith(text[begun:]) for t in tags):
                     return begun, ""
         return best, tag
 

@@ -16,7 +16,7 @@ def read_rows(item: Item | Candidate, source: Source) -> Callable[[int, int], to
     A, B = shape[-2:]
     start = (cut.expert or 0) * A * B
     if cut.transposed or cut.step > 1:  # the rows are columns of the file, or not consecutive: read all of it once
-        held = replace(cut, expert=None).of(source.read(item.source, start, A * B).reshape(A, B))
-        return lambda first, last: held[first:last].contiguous()
+        matrix = replace(cut, expert=None).of(source.read(item.source, start, A * B).reshape(A, B))
+        return lambda first, last: matrix[first:last].contiguous()
     start += cut.rows[0] * B if cut.rows else 0
     return lambda first, last: source.read(item.source, start + first * B, (last - first) * B).reshape(last - first, B)

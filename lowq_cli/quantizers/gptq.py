@@ -78,8 +78,10 @@ def quantize(
     K, book = W.shape[1], Book(scheme, grid.table, W.device, dtype) if scheme.table else None
     step, codes = max(1, GPTQ_SLAB // K), []
     for i in range(0, len(W), step):
-        held = grid.rows(i, min(i + step, len(W)))
-        codes.append(quantize_rows(W[i : i + step], scheme, partial(_solve, path, held, book), None, W.numel(), held.table).W_q)
+        grid_rows = grid.rows(i, min(i + step, len(W)))
+        codes.append(
+            quantize_rows(W[i : i + step], scheme, partial(_solve, path, grid_rows, book), None, W.numel(), grid_rows.table).W_q
+        )
     return replace(grid, W_q=torch.cat(codes))
 
 

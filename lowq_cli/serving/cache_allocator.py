@@ -133,8 +133,8 @@ def make_cache(
     try:
         token_budget, beside, room = None, 0, memory.available_memory()
         room = None if room is None else room - reserve
-        held = states + sizes.bytes(sizes.blocks(n, most, longest))
-        little = device.type == "cuda" and reads is not None and held <= LITTLE * torch.cuda.mem_get_info(device)[0]
+        cache_bytes = states + sizes.bytes(sizes.blocks(n, most, longest))
+        little = device.type == "cuda" and reads is not None and cache_bytes <= LITTLE * torch.cuda.mem_get_info(device)[0]
         if device.type == "cuda":
             if known is None and not little:
                 beside, token_budget = _trial(plan, kind, most, longest, fixed)
@@ -154,11 +154,11 @@ def make_cache(
         if little:
             passes.rows.flush()
             launch_all(launches(passes, reads), lambda n, of: None)
-        held = states + sizes.bytes(blocks)
+        cache_bytes = states + sizes.bytes(blocks)
         shares = [*blocks, snapshots], [*sizes.block_bytes, sizes.state_bytes]
         beside_it = [] if drafter is None else [_held(drafter, kv.PLAIN, blocks[0], spec) for spec in _pages_of(drafter)]
         drafter_cache = [KeyValues(*both, passes.rows.tables[0]) for both in beside_it]
-        numbers = (slots, snapshots, copies, longest, (n - 1) * BLOCK, held)
+        numbers = (slots, snapshots, copies, longest, (n - 1) * BLOCK, cache_bytes)
         return Cache(passes, sizes.groups, blocks, *numbers, shares, beside, drafter_cache)
     except torch.OutOfMemoryError as e:
         raise DoesNotFitError(f"{device} has no room to serve this model; take fewer bits, or fewer texts at once") from e

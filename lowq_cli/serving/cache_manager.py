@@ -95,17 +95,17 @@ class CacheManager:
     def match(self, seq: Sequence) -> Match:
         """Return the longest prefix of a waiting sequence that the cache can supply; at least one token is left to compute."""
         blocks_of: list[list[int]] = [[] for _ in self.pages]
-        held = [0] * len(self.pages)  # length of the run of cached blocks that ends at the n-th
+        runs = [0] * len(self.pages)  # length of the run of cached blocks that ends at the n-th
         best = pages = 0
         for n in range(1, (len(seq.tokens) - 1) // self.size + 1 if self.shared else 1):
             name, whole = self.name_of(seq, n), True
             for i, group in enumerate(self.pages):
                 blocks_of[i].append(group.find(name))
-                held[i] = held[i] + 1 if blocks_of[i][-1] else 0
-                whole &= held[i] > 0 or group.window > 0
+                runs[i] = runs[i] + 1 if blocks_of[i][-1] else 0
+                whole &= runs[i] > 0 or group.window > 0
             if not whole:
                 break
-            if all(held[i] >= n - group.first(n * self.size) for i, group in enumerate(self.pages)):
+            if all(runs[i] >= n - group.first(n * self.size) for i, group in enumerate(self.pages)):
                 pages = n
                 best = n if self.states is None or self._snapshot_of(name) else best
         blocks = []

@@ -72,9 +72,9 @@ class DeviceDrafts:
         if self.shifted:
             ids = result[:M].index_copy(0, last, self._newest(texts))
         tables, pos, _ = self._places(texts)
-        held = self._at(tables)
+        states = self._at(tables)
         batch = Batch(self.drafter.plan.ops, ids, M, pos, self.angles, drafted=True)
-        written = self.drafter.write(ids, {i: h[:M] for i, h in hidden.items()}, batch, held)
+        written = self.drafter.write(ids, {i: h[:M] for i, h in hidden.items()}, batch, states)
         return self._guesses(texts, written, pos, last, K)
 
     def passed(
@@ -101,13 +101,13 @@ class DeviceDrafts:
             assert before is not None
             ids[:b] = before.index_select(0, self._upload([one.row for one in steps]))
         _, pos, at = self._places(both)
-        held, packed, runs = self._at(self._upload([one.table for one in both])), None, None
+        states, packed, runs = self._at(self._upload([one.table for one in both])), None, None
         if pieces:
             tile, starts = self.drafter.plan.tile, [0, *(end - b for end in ends[b:])]
             spans = list(itertools.pairwise(starts))
             tiles = [(t, min(t + tile, end)) for first, end in spans for t in range(first, end, tile)]
             of = np.repeat(np.arange(b, len(both)), [end - first for first, end in spans])
-            one = held[0].table
+            one = states[0].table
             assert one is not None
             there = upload(np.array(tiles, np.int32), self.device)
             packed = Packed(one, upload(of.astype(np.int32), self.device), pos[b:], there)
@@ -115,7 +115,7 @@ class DeviceDrafts:
             runs = Runs(each, ends[-1] - b, self.device)
         plan = self.drafter.plan
         batch = Batch(plan.ops, ids, b, pos, self.angles, given=packed, given_runs=runs, tile=plan.tile)
-        written = self.drafter.write(ids, {i: h.index_select(0, at) for i, h in hidden.items()}, batch, held)
+        written = self.drafter.write(ids, {i: h.index_select(0, at) for i, h in hidden.items()}, batch, states)
         return self._guesses(texts, written, pos, last, K)
 
     def _guesses(
@@ -124,9 +124,9 @@ class DeviceDrafts:
         if not K or not texts:
             return None
         began = time.perf_counter()
-        held = self._at(self._upload([one.table for one in texts]))
+        states = self._at(self._upload([one.table for one in texts]))
         made, pos = [t.index_select(0, last) for t in made], pos.index_select(0, last)
-        guesses = self.drafter.go_on(self._newest(texts), made, pos, held, self.angles, K)
+        guesses = self.drafter.go_on(self._newest(texts), made, pos, states, self.angles, K)
         self.seconds = time.perf_counter() - began
         return guesses
 

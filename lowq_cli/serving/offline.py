@@ -65,8 +65,8 @@ def answer_all(
         return
     running = min(at_once or MOST[model.device.type], len(prompts), MOST_RUNNING)
     longest = sorted((len(p) + room + BLOCK for p, room in zip(prompts, rooms, strict=True)), reverse=True)
-    held, reads = sum(longest[:running]), sum(map(len, prompts))
-    engine = ContinuousEngine(model, len(prompts), running, held, kv=kv, reads=reads)
+    tokens, reads = sum(longest[:running]), sum(map(len, prompts))
+    engine = ContinuousEngine(model, len(prompts), running, tokens, kv=kv, reads=reads)
     events: queue.SimpleQueue[list[tuple[int, Event]]] = queue.SimpleQueue()
     engine.start(events.put)
     try:

@@ -83,9 +83,9 @@ class Special:
         self.biases.pop(target, None)
         if source in self.biases:
             self.biases[target] = self.biases.pop(source)
-        for held in (self.counts, self.prompted):
-            if held is not None:
-                held[target].copy_(held[source])
+        for table in (self.counts, self.prompted):
+            if table is not None:
+                table[target].copy_(table[source])
 
     def draw(self, logits: torch.Tensor, places: list[tuple[int, Sequence]]) -> "list[LogProbs]":
         """Sample for sequences, given with their rows of `logits`, into `rows`; return the log-probabilities they ask for.

@@ -91,10 +91,10 @@ def measure(
                     raise
                 us = timed([partial(spec.launch, *operands, config) for operands in example.operands], device)
                 dense = dense or timed(example.dense, device)
-                held = (shape.scheme.bits, shape.scheme.group_size)
+                storage = (shape.scheme.bits, shape.scheme.group_size)
                 if op == "attend":
-                    held = (8 * slot_bytes(kv, HEAD, shape.dtype) // HEAD, HEAD)
-                place = (shape.N, shape.K, M, *held, spec.name, example.layout)
+                    storage = (8 * slot_bytes(kv, HEAD, shape.dtype) // HEAD, HEAD)
+                place = (shape.N, shape.K, M, *storage, spec.name, example.layout)
                 gbs, tflops = example.nbytes / us / 1e3, example.flops / us / 1e6
                 percent = ceiling.percent(example.nbytes, example.flops, us)
                 share = None if percent is None else round(percent, 1)

@@ -64,10 +64,10 @@ class LowqExpertsMethod(FusedMoEMethodBase):
         shapes = {"w13": (2 * width, hidden_size, hidden_size), "w2": (hidden_size, width, width * self.moe.tp_size)}
         layer.lowq, self.dtype = {}, params_dtype
         for weight, (N, K, whole_K) in shapes.items():
-            held = LowqLinearMethod(self.schemes[weight], f"{self.name}.{weight}").share(N, K, whole_K)
-            layer.lowq[weight] = held
+            share = LowqLinearMethod(self.schemes[weight], f"{self.name}.{weight}").share(N, K, whole_K)
+            layer.lowq[weight] = share
             how = "channel" if self.schemes[weight].group_size == whole_K else "group"
-            for leaf, data in held.blank(params_dtype, 2 if weight == "w13" else 1).items():
+            for leaf, data in share.blank(params_dtype, 2 if weight == "w13" else 1).items():
                 param = nn.Parameter(data.new_empty(num_experts, *data.shape), requires_grad=False)
                 loader = partial(_load_table, layer) if leaf == "weight_table" else extra_weight_attrs["weight_loader"]
                 param.weight_loader = loader  # type: ignore[attr-defined]

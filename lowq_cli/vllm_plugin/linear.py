@@ -79,13 +79,13 @@ class LowqLinearMethod(LinearMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         """Register this rank's `weight`, `weight_scale`, `weight_zero`. Raises UnsupportedError if the split cuts a group."""
-        layer.lowq = held = self.share(sum(output_partition_sizes), input_size_per_partition, input_size)
+        layer.lowq = weight = self.share(sum(output_partition_sizes), input_size_per_partition, input_size)
         self.dtype, self.rows = params_dtype, output_partition_sizes
-        for leaf, data in held.blank(params_dtype, len(output_partition_sizes)).items():
+        for leaf, data in weight.blank(params_dtype, len(output_partition_sizes)).items():
             dims: dict[str, Any] = {"input_dim": 1, "output_dim": 0}
             kind: Any = GroupQuantScaleParameter
             if leaf == "weight":
-                kind, dims = PackedvLLMParameter, dims | {"packed_dim": 1, "packed_factor": Fraction(32, held.scheme.bits)}
+                kind, dims = PackedvLLMParameter, dims | {"packed_dim": 1, "packed_factor": Fraction(32, weight.scheme.bits)}
             elif leaf == "weight_table":
                 kind, dims = PerTensorScaleParameter, {}
             elif self.scheme.group_size == input_size:  # one scale per row: every rank with a part of the row needs it
@@ -113,12 +113,12 @@ class LowqLinearMethod(LinearMethodBase):
 
 def loaded(layer: Any, name: str, rows: list[int]) -> PackedWeight:
     """The weight that the loaders filled. rows: the number of rows of each checkpoint matrix in it."""
-    held = layer.lowq
+    weight = layer.lowq
     words, scales, zeros, table = tensors(layer)
-    check_companions(scales, zeros, table, held.scheme, name)
+    check_companions(scales, zeros, table, weight.scheme, name)
     if table is not None:
         table = tables.joined(table.split(1), rows)
-    return PackedWeight(words, scales, zeros, held.scheme, held.N, held.K, held.layout, table=table)
+    return PackedWeight(words, scales, zeros, weight.scheme, weight.N, weight.K, weight.layout, table=table)
 
 
 def tensors(layer: Any, prefix: str = "") -> Any:

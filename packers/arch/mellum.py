@@ -11,10 +11,10 @@ from lowq_packers.arch.qwen2 import mixture
 
 def mellum(c: Any) -> Model:
     def layer(i: int, p: str) -> tuple[Update, ...]:
-        own = head_norms(c, p) | {"window": window(c, i), "turned": rope(c, c.layer_types[i], share=1.0)}
+        facts = head_norms(c, p) | {"window": window(c, i), "turned": rope(c, c.layer_types[i], share=1.0)}
         dense = c.mlp_layer_types is not None and c.mlp_layer_types[i] == "dense"
         m = mlp(c, f"{p}.mlp") if dense else mixture(c, f"{p}.mlp", c.norm_topk_prob, False)
-        return pre_norm(c, p, attention(c, p, c.attention_bias, c.attention_bias, **own), m)
+        return pre_norm(c, p, attention(c, p, c.attention_bias, c.attention_bias, **facts), m)
 
     return model(c, layer, extra=("mtp.",))
 

@@ -37,8 +37,8 @@ class HeadDrafter(StaticCache):
 
     def read(self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], rows: DraftRows) -> None:
         """As `DeviceDrafter.read`."""
-        batch, held = self._prompt(ids, rows)
-        self.plan.guess(ids, self._entering(hidden), batch, held)
+        batch, states = self._prompt(ids, rows)
+        self.plan.guess(ids, self._entering(hidden), batch, states)
 
     def _prompt(self, ids: torch.Tensor, rows: DraftRows) -> tuple[Batch, list[KeyValues | States]]:
         """Rows of prompts as a batch, and the state with the batch's block table."""
@@ -115,8 +115,8 @@ class BlockDrafter(HeadDrafter):
 
     def read(self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], rows: DraftRows) -> None:
         """As `DeviceDrafter.read`."""
-        batch, held = self._prompt(ids, rows)
-        self.plan.remember([hidden[i] for i in self.layers], batch, held)
+        batch, states = self._prompt(ids, rows)
+        self.plan.remember([hidden[i] for i in self.layers], batch, states)
 
     def write(
         self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], batch: Batch, held: Sequence[KeyValues | States]

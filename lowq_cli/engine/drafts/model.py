@@ -47,8 +47,8 @@ class ModelDrafter(StaticCache):
         places = rows.rows.int()[:, None]
         batch = Batch(self.plan.ops, ids, len(ids), rows.pos + 1, self.angles, drafted=True)
         y = self.plan.hidden(self.plan.embed(ids), batch, self._at(places)).index_select(0, last)
-        held = self._at(places.index_select(0, last))
-        return self._likeliest(y, rows.pos.index_select(0, last) + 1, held, self.angles, K)
+        states = self._at(places.index_select(0, last))
+        return self._likeliest(y, rows.pos.index_select(0, last) + 1, states, self.angles, K)
 
     def write(
         self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], batch: Batch, held: Sequence[KeyValues | States]

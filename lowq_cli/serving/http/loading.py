@@ -116,11 +116,11 @@ def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
             how = {**how, "draft": served(how.get("draft", "none"), loaded, tokenizer)}
         engine = engines.engine_of(loaded, **_bounded(how, total))
         ends = stop_ids(loaded, tokenizer)
-        held = sum(p.nbytes for p in {t.data_ptr(): t for t in (*loaded.parameters(), *loaded.buffers())}.values())
+        weight_bytes = sum(p.nbytes for p in {t.data_ptr(): t for t in (*loaded.parameters(), *loaded.buffers())}.values())
     mask = Grammars(tokenizer, ends, engine.vocabulary).mask
     drafts = getattr(engine, "drafts_by", "none (its engine takes none)")
     known = (context_limit(loaded), draw, pooling_of(model), drafts, adapters, how.get("act"))
-    facts = Facts(held, str(loaded.device), how["kv"], *known)
+    facts = Facts(weight_bytes, str(loaded.device), how["kv"], *known)
     return Made(engine, mask, Loaded(tokenizer, ends, share, facts, total, owned(loaded).folder, images))
 
 
