@@ -1,6 +1,6 @@
 """The only file that prints. Results and --json go to stdout; plans, progress and hints to stderr.
 
-Rich is imported when something is drawn, so that `--help` and errors stay under 0.2 s. Where stderr is no terminal,
+Rich is imported when something is drawn, so that `--help` and errors stay under 0.2 s. Where stderr is not a terminal,
 progress is a plain line every tenth of the way, and tables are drawn without colour.
 """
 

@@ -49,7 +49,7 @@ def listen() -> socket.socket | None:
             return None
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         path = folder() / f"{os.getpid()}{SUFFIX}"
-        temporary = path.with_suffix(".new")  # a command that finds a socket nobody listens at deletes it
+        temporary = path.with_suffix(".new")  # a command that finds a socket on which no process listens deletes it
         for left in (path, temporary):  # by an earlier process with the same id
             left.unlink(missing_ok=True)
         with _short(temporary) as name:

@@ -5,8 +5,8 @@
 A table has 2**bits entries, in the order of the codes: one of `FIXED`, or ("fitted") the weight's own, in fp32. Scales are
 floats, or bytes: "e4m3" (NVFP4), which an fp32 factor of the whole weight multiplies unless the table is fitted, or "e8m0"
 (MXFP4), powers of two. An e4m3 scale of a fitted table may be negative: its group then has the table's mirror image.
-`companion` is what a weight holds beside words and scales: its table, or its factor, in fp32, (T, 2**bits) or (T, 1). T is 1 in
-the files of one matrix; where T matrices of as many rows each are one layer, row n has the table of its own: n // (N // T).
+`companion` is what a weight holds besides words and scales: its table, or its factor, in fp32, (T, 2**bits) or (T, 1). T is 1
+in the files of one matrix; where T matrices of as many rows each are one layer, row n has the table of its own: n // (N // T).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FIXED: dict[str, tuple[float, ...]] = {
 E4M3_MAX = 448.0  # byte 126; 127 is NaN, and bytes from 128 on are negative
 SIGN = 0x80  # the bit that makes an e4m3 number negative
 E8M0_NAN = 255
-BYTES = {"e4m3": 127, "e8m0": E8M0_NAN}  # the first byte that is no scale
+BYTES = {"e4m3": 127, "e8m0": E8M0_NAN}  # the first byte that is not a scale
 
 
 @cache

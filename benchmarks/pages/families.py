@@ -61,7 +61,7 @@ def described() -> str:
             cells.append((f"`{name}`", "(this config is read by transformers)", "", "", ""))
             continue
         kinds = {type(mixer).__name__ for _, mixer in mixers(model)}
-        rotates = "its tower reads and writes the stream" if model.beside else why_not(model) or "exact"
+        rotates = "its tower reads and writes the stream" if model.outside_text else why_not(model) or "exact"
         formats = " ".join(f for f, held in (("GGUF", family.gguf), ("MLX", family.mlx)) if held)
         cells.append((f"`{name}`", ", ".join(sorted(kinds)), "yes" if model.extra else "", rotates, formats))
     head = f"{len(arch.families())} model types are described; {len(cells)} are not the text part of another:\n\n"

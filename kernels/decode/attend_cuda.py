@@ -40,7 +40,7 @@ CLUSTER = 8  # blocks per cluster: the size that every GPU with clusters allows
 # 128 dims as many as have the same bytes: one block of them fits an SM
 MOST_HEADS = 32
 MOST_QUERIES, MOST_GROUPS = 8, 4  # max. queries of a group (one tile of mma), groups of a key head
-MOST_WIDE_QUERIES = 4  # of heads of 512 dims, whose sums would not fit beside the tiles
+MOST_WIDE_QUERIES = 4  # of heads of 512 dims, whose sums would not fit next to the tiles
 FEW_WAVES = 3  # up to this many heads per SM the longest sequences would run alone at the end
 SPLITS = 2  # max. blocks per head where heads alone fill the GPU; 512 idle blocks cost 1 us
 # With the longest sequences first: an SM runs two blocks at once from more than TWO_WAVES heads per SM on, and a head is

@@ -123,7 +123,7 @@ def _refuse_shared(call: ExpertsCall) -> str | None:
     """Why the shared expert of a call cannot be computed with the others, or None."""
     assert call.shared is not None
     if call.biased:
-        return "a shared expert beside others with biases"
+        return "a shared expert next to experts with biases"
     if many_slots(call) or (call.M - 1) * sum(N * K * s.bits for N, K, s, _ in call.shared if s) > 8 * READ_AGAIN:
         return f"a shared expert of {call.M} tokens"
     for (_, K, scheme, _), (N, own_K, own, layout) in zip((call.gate_up, call.down), call.shared, strict=True):

@@ -108,7 +108,7 @@ def _launch_once(work: Work) -> None:
         x = torch.zeros(work.M, work.K, dtype=work.dtype, device=device)
         kernels()[work.kernel].launch(x, weight, None, dict(work.config))
         torch.cuda.synchronize()
-    except Exception as e:  # of a compiler or a launch: the timing run meets it again and reports it
+    except Exception as e:  # of a compiler or a launch: the timing run gets it again and reports it
         if device_lost(e):
-            raise  # that run would be told of a GPU that is lost, and not by what
+            raise  # that run would report a lost GPU, without the cause
         log_error(f"{work.kernel} cannot be compiled ahead of its timing", e)

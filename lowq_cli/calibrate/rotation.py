@@ -163,7 +163,7 @@ def _described(raw: Source, skeleton: Skeleton) -> Model:
     except NotDescribed as e:
         raise _refusal(raw, str(e)) from None
     named = Named.of_files(model, raw.headers)
-    if further := next((n for n in raw.headers if named.beside(n)), None):
+    if further := next((n for n in raw.headers if named.outside_text(n)), None):
         raise _refusal(raw, f"{further} reads or writes the residual stream and would have to be rotated as well")
     if reason := why_not(model):
         raise _refusal(raw, reason)

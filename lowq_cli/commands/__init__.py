@@ -15,7 +15,7 @@ EXIT_INTERRUPTED = 130  # exit code of a command that Ctrl-C ended
 
 
 def _compute_with(threads: int | None) -> int | None:
-    """Before torch is imported, which reads it; where it is, it is told."""
+    """Set the number of threads for torch's import, or in torch where it has been imported."""
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
         if "torch" in sys.modules:

@@ -176,8 +176,8 @@ class _Names(Named):
                 return theirs[: len(theirs) - len(ours) + len(name)]
         raise DamagedError(f"the draft head has no tensor {name}")
 
-    def beside(self, name: str) -> bool:
-        """As `Named.beside`."""
+    def outside_text(self, name: str) -> bool:
+        """As `Named.outside_text`."""
         return name in self.held
 
 

@@ -1,7 +1,7 @@
 """A vision tower for several images at once, whose work for sizes that come again is recorded as CUDA graphs.
 
 An 8B's tower launches so many small kernels that the host takes 29 ms for an image of 1,024 x 1,024 whose kernels take 21 ms on
-an H200; beside an engine that launches passes it took the host up to 257 ms, since both threads need the interpreter.
+an H200; while an engine launches passes it took the host up to 257 ms, since both threads need the interpreter.
 """
 
 from collections import OrderedDict
@@ -23,7 +23,7 @@ TOGETHER = 1024  # max. rows of features that images of one size make in one run
 MOST_ROWS = 2048  # max. rows of features of a recorded run; its memory is kept, and larger images keep a GPU busy anyway
 KEPT = 16  # max. sizes whose recordings are kept
 MET = 256  # max. sizes of which it is remembered that they came
-RECORDS = False  # whether towers on a GPU are recorded; off until a server that records is measured beside one that does not
+RECORDS = False  # whether towers on a GPU are recorded; off until a server that records is measured against one that does not
 CLOSE = 1e-2  # max. norm of what a recording differs from transformers' tower, relative; fp16 on two kernels gives 1e-3
 Inputs = Mapping[str, torch.Tensor]
 Record = Callable[[Callable[[], Any]], Callable[[], None]]

@@ -76,10 +76,10 @@ class Named:
         ours = self.model.prefix
         return tuple(self.place[0] + e.removeprefix(ours) if e.startswith(ours) else e for e in self.model.extra)
 
-    def beside(self, name: str) -> bool:
+    def outside_text(self, name: str) -> bool:
         """Whether a tensor of the files belongs to a part that text does not use: a tower, a head of `extra`, a buffer."""
         return bool(_JUNK.search(name)) or name.startswith(
-            (*self.model.beside, *(b.removeprefix("model.") for b in self.model.beside), *self.extra)
+            (*self.model.outside_text, *(b.removeprefix("model.") for b in self.model.outside_text), *self.extra)
         )
 
 
@@ -91,13 +91,13 @@ def extra_prefixes(raw: Mapping[str, Any], headers: Mapping[str, Any]) -> tuple[
         return ()
 
 
-def beside_prefixes(raw: Mapping[str, Any], headers: Mapping[str, Any]) -> tuple[str, ...]:
+def outside_text_prefixes(raw: Mapping[str, Any], headers: Mapping[str, Any]) -> tuple[str, ...]:
     """Prefixes of tensors of towers and projectors, as in files; empty for a family that is not described."""
     try:
-        beside = read_config(raw, len(headers))[1].beside
+        prefixes = read_config(raw, len(headers))[1].outside_text
     except NotPlain:
         return ()
-    return (*beside, *(b.removeprefix("model.") for b in beside))
+    return (*prefixes, *(b.removeprefix("model.") for b in prefixes))
 
 
 def extra_of(config: Any, headers: Mapping[str, Any]) -> tuple[str, ...]:

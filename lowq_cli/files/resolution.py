@@ -45,7 +45,7 @@ def check_tokenizer(folder: Path) -> None:
 
 
 def is_own(path: Path) -> bool:
-    """Whether a companion is no link, or a link to a file of the same name, within the folder or within a hub cache."""
+    """Whether a companion is not a link, or is a link to a file of the same name, within the folder or within a hub cache."""
     if not path.is_symlink():
         return True
     target, folder = path.resolve(), path.parent.resolve()

@@ -71,7 +71,7 @@ def answer_all(
 ) -> None:
     """One JSON line per prompt on stdout, with its line's other keys, in order, `batch` at once; the totals on stderr.
 
-    as_json: all lines in one object. Every prompt is encoded, and told if it is too long, before the first is answered.
+    as_json: all lines in one object. Every prompt is encoded, and refused if it is too long, before the first is answered.
     """
     import time
 

@@ -225,7 +225,7 @@ def _write(
     with writing(folder):
         for name, raw in checkpoint.source.companion_files().items():
             (folder / name).write_bytes(raw)
-        for name, content in {**export.beside(section), "config.json": config}.items():
+        for name, content in {**export.other_files(section), "config.json": config}.items():
             (folder / name).write_bytes(to_json(content))
 
 

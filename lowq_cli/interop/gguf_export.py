@@ -73,7 +73,7 @@ def parts_of(checkpoint: Checkpoint, model: Model) -> tuple[list[tuple[str, Chec
     named = Named.of_files(model, checkpoint.source.headers)
     (prefix, head), text, others = named.place, list[tuple[str, CheckpointTensor]](), list[CheckpointTensor]()
     for t in checkpoint.tensors:
-        if named.beside(t.name):
+        if named.outside_text(t.name):
             others.append(t)
         elif t.name.startswith(prefix):
             text.append((f"model.{t.name.removeprefix(prefix)}", t))
@@ -100,7 +100,7 @@ def _typed(entries: Entries, mixture: Mixture, facts: Facts) -> Entries:
 
 
 def rows_of(checkpoint: Checkpoint, mixture: Mixture) -> tuple[list[GgufTensor], list[GgufTensor]]:
-    """The tensors that `export_gguf` would write: of the text's file, and of the tower's beside it. Raises as `prepared`."""
+    """The tensors that `export_gguf` would write, of the text's file and of the tower's. Raises as `prepared`."""
     rows = [row for row, _ in prepared(checkpoint, "", mixture)[2]]
     text, others = parts_of(checkpoint, config_and_model(checkpoint.config)[1])
     tower = mmproj(checkpoint, others, _embedding(text)).pieces if others else []

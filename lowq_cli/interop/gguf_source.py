@@ -80,7 +80,7 @@ def _whole_config(
         text = config_of(path, arch, metadata, tensors)
         return tower.config(text, metadata) if tower else text
     check_config(config := read_json(config_path), config_path)
-    _check_beside(text_config(config), arch, metadata, path)
+    _check_sizes(text_config(config), arch, metadata, path)
     family = families().get(str(config.get("model_type")))
     if tower and config.get("model_type") != tower.model_type:
         raise DamagedError(
@@ -139,7 +139,7 @@ def _heads(config: Mapping[str, Any], path: Path) -> dict[str, int]:
     return {"q_proj": q, "k_proj": whole(config, "num_key_value_heads") or q}
 
 
-def _check_beside(config: Mapping[str, Any], arch: str, metadata: Mapping[str, Any], path: Path) -> None:
+def _check_sizes(config: Mapping[str, Any], arch: str, metadata: Mapping[str, Any], path: Path) -> None:
     """Raise DamagedError if the config.json next to a GGUF file contradicts the file's metadata."""
     facts = {field: metadata.get(f"{arch}.{key}") for field, key in FIELDS.items() if field != "max_position_embeddings"}
     rope = config.get("rope_parameters") or {}

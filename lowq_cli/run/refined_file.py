@@ -158,7 +158,7 @@ class FolderFile:
 
 class GgufFile:
     """A GGUF file: only the improved tensors' bytes change. Tensors of types that lowq only reads stay unchanged, as does the
-    file of a tower beside it."""
+    file of a tower next to it."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.raw = path, open_foreign(path)

@@ -148,7 +148,7 @@ def read_config(path: Path) -> Config:
         raise UsageError(f"{path}: folders must be a list of paths")
     return Config(
         models,
-        [str(_beside(path.parent, f)) for f in folders],
+        [str(_in_folder(path.parent, f)) for f in folders],
         table.get("default"),
         None if "memory" not in table else size(table["memory"], f"{path}: memory"),
         None if "keep_alive" not in table else seconds(table["keep_alive"], f"{path}: keep_alive"),
@@ -164,7 +164,7 @@ def _check(table: Mapping[str, Any], known: Mapping[str, tuple[type, ...]], wher
             raise UsageError(f"{where}: {name} = {value!r} must be {' or '.join(t.__name__ for t in known[name])}")
 
 
-def _offer(name: str, given: Mapping[str, Any], where: str, beside: Path) -> Offer:
+def _offer(name: str, given: Mapping[str, Any], where: str, folder: Path) -> Offer:
     how = {ours: given[theirs] for theirs, ours in ENGINE.items() if theirs in given}
     if "kv" in how:
         how["kv"] = str(how["kv"])
@@ -174,7 +174,7 @@ def _offer(name: str, given: Mapping[str, Any], where: str, beside: Path) -> Off
     if "lora" in given:
         if wrong := next((n for n, d in given["lora"].items() if not isinstance(d, str)), None):
             raise UsageError(f"{where}: lora.{wrong} must be the path of a folder")
-        how["lora"] = {n: str(_beside(beside, str(d))) for n, d in given["lora"].items()}
+        how["lora"] = {n: str(_in_folder(folder, str(d))) for n, d in given["lora"].items()}
     draw = {n: given[n] for n in DRAWING if n in given}
     try:
         Sampling(**draw)
@@ -183,14 +183,14 @@ def _offer(name: str, given: Mapping[str, Any], where: str, beside: Path) -> Off
     if not all(isinstance(a, str) for a in given.get("aliases", ())):
         raise UsageError(f"{where}: aliases must be a list of names")
     path = given["path"]
-    local = _beside(beside, path)
+    local = _in_folder(folder, path)
     alive = None if "keep_alive" not in given else seconds(given["keep_alive"], f"{where}: keep_alive")
     return Offer(
         name, str(local) if local.exists() else path, how, given.get("pin", False), alive, draw, tuple(given.get("aliases", ()))
     )
 
 
-def _beside(folder: Path, name: str) -> Path:
+def _in_folder(folder: Path, name: str) -> Path:
     return folder / state.user_path(name)
 
 

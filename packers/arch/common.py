@@ -209,7 +209,7 @@ def mtp_layers(c: Any) -> tuple[str, ...]:
 
 def wrapper(
     text: Callable[[Any], Model],
-    *beside: str,
+    *outside_text: str,
     prefix: str = "model.language_model.",
     files: tuple[tuple[str, str], ...] = (("language_model.model.", "language_model.lm_head"),),
     images: Callable[[Any], Images] | None = None,
@@ -230,7 +230,7 @@ def wrapper(
         seen = images(c) if images is not None and getattr(c, "vision_config", {}) is not None else None
         ids = {(getattr(c, name, default), read_as(c.text_config)) for name, default in (placeholders or {}).items()}
         known = tuple(sorted(pair for pair in ids if pair[0] is not None and pair[0] < inside.vocab))
-        named = replace(inside, prefix=prefix, beside=beside, files=files, extra=extra)
+        named = replace(inside, prefix=prefix, outside_text=outside_text, files=files, extra=extra)
         return replace(named, tied=tied, images=seen, read_as=known)
 
     return described

@@ -461,7 +461,7 @@ class Model:
     """logits = softcap(logit_scale * head(norm(layers(embed_scale * embed[ids])))).
 
     prefix: of names in transformers' module tree. embed: name below the prefix. head: full name of the module.
-    tied: the head is the embedding. beside: prefixes of modules that text does not need (a vision tower).
+    tied: the head is the embedding. outside_text: prefixes of modules that text does not need (a vision tower).
     files: further prefixes that published files have instead of (prefix, head).
     renamed: (part of a name in modules, its replacement in files), for tensors below the prefix except experts.
     extra: prefixes of full names of tensors that are kept but not run (MTP heads), written with `prefix` if they are below the
@@ -484,7 +484,7 @@ class Model:
     logit_scale: float = 1.0
     tokens: TokenTable | None = None
     prefix: str = "model."
-    beside: tuple[str, ...] = ()
+    outside_text: tuple[str, ...] = ()
     files: tuple[tuple[str, str], ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     extra: tuple[str, ...] = ()

@@ -208,7 +208,7 @@ def _write(name: str, q: QuantizedTensor, config: Config) -> Tensors:
 
 EXPORT = Export(
     2,
-    beside=lambda section: {"quantize_config.json": section["quantization_config"]},
+    other_files=lambda section: {"quantize_config.json": section["quantization_config"]},
     towers=lambda config: "vLLM, GPTQModel and transformers look for packed weights of GPTQ in the text model only",
 )
 register(Format("gptq", "GPTQ", _matrices, _engines, _why_not, _write, _config, _notes, export=EXPORT, claims=_claims))

@@ -94,7 +94,7 @@ def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]]
     return {"quantization_config": q}
 
 
-def _beside(section: Config) -> dict[str, Any]:
+def _other_files(section: Config) -> dict[str, Any]:
     """hf_quant_config.json, from which older engines recognize such a checkpoint."""
     q = section["quantization_config"]
     facts = {"quant_algo": q["quant_algo"], "group_size": SCHEME.group_size, "exclude_modules": q["ignore"]}
@@ -118,5 +118,5 @@ def _notes(config: Config, headers: Headers) -> list[str]:
 ENGINES = served_by("lowq", "TensorRT-LLM", "vLLM")
 register(Format(
     NAME, "ModelOpt NVFP4", _matrices, ENGINES, _why_not, c.from_codes(_write), _config, _notes,
-    write_words=_write, export=Export(8, beside=_beside), tables=("e2m1",),
+    write_words=_write, export=Export(8, other_files=_other_files), tables=("e2m1",),
 ))  # fmt: skip

@@ -52,7 +52,9 @@ def read(config: Mapping[str, Any], shapes: Shapes, target: Target, kind: str) -
     rows = shapes.get("d2t") or shapes.get("lm_head.weight") or (c.vocab_size,)
     layers = tuple(_whole(layer) for layer in model.layers)
     fuse = Fuse(Linear(("fc",), (H,), len(taps) * wide), (), Norm("hidden_norm", H, float(c.rms_norm_eps)))
-    decoder = replace(model, layers=layers, vocab=rows[0], prefix="", files=(), extra=(), beside=(), renamed=(), tied=False)
+    decoder = replace(
+        model, layers=layers, vocab=rows[0], prefix="", files=(), extra=(), outside_text=(), renamed=(), tied=False
+    )
     block = _block(fields, kind, shapes, c.vocab_size, rows[0], H)
     own_head, own_embed = "lm_head.weight" in shapes, "embed_tokens.weight" in shapes
     head = Head(kind, decoder, taps, fuse, "stream", own_embed, own_head, "d2t" in shapes, block=block)

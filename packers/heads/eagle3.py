@@ -116,7 +116,7 @@ def _head(
     first = Update((replace(mixer, qkv=replace(mixer.qkv, columns=2 * H)),), beside=beside), then
     rest = [_renamed(layer, i + 1, shapes) for i, layer in enumerate(later)]
     own_head = "lm_head.weight" in shapes
-    decoder = replace(model, layers=(first, *rest), prefix="", files=(), extra=(), beside=(), renamed=(), tied=False)
+    decoder = replace(model, layers=(first, *rest), prefix="", files=(), extra=(), outside_text=(), renamed=(), tied=False)
     recycled: Any = "normed" if config.get("norm_output") else "stream"
     return Head("EAGLE-3", decoder, taps, fuse, recycled, "embed_tokens.weight" in shapes, own_head)
 

@@ -85,8 +85,8 @@ def read(config: Mapping[str, Any], shapes: Shapes, target: Target) -> Read:
     layer = moved(_layer(target), f"layers.{_number(target)}", LAYER)
     own_embed, own_head = f"{EMBED}.weight" in shapes, f"{HEAD}.weight" in shapes
     decoder = replace(
-        model, layers=(layer,), norm=Norm(last, H, eps, add_one=one), prefix="", files=(), extra=(), beside=(), tied=False,
-        embed=EMBED, head=HEAD, head_bias=False, embed_norm=None, tokens=None, merge=merge,
+        model, layers=(layer,), norm=Norm(last, H, eps, add_one=one), prefix="", files=(), extra=(), outside_text=(),
+        tied=False, embed=EMBED, head=HEAD, head_bias=False, embed_norm=None, tokens=None, merge=merge,
     )  # fmt: skip
     head = Head("MTP", decoder, (), None, "normed", own_embed, own_head)
     form: Any = "files" if any("experts.gate_up_proj" in n for n in shapes) else "split"

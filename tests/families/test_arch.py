@@ -58,7 +58,7 @@ def on_meta(c):
 
 def shapes(model, d):
     """The tensors of the text part of a transformers model, without the head if it is the embedding."""
-    held = {k: tuple(v.shape) for k, v in model.state_dict().items() if not k.startswith(d.beside or "/")}
+    held = {k: tuple(v.shape) for k, v in model.state_dict().items() if not k.startswith(d.outside_text or "/")}
     return {k: v for k, v in held.items() if not (d.tied and k == f"{d.head}.weight")}
 
 
@@ -117,12 +117,12 @@ def test_files_hold_the_described_tensors_with_their_shapes_and_roles(name, tmp_
     held = {}
     for path in tmp_path.glob("*.safetensors"):
         with safe_open(path, "pt") as f:
-            held |= {k: tuple(f.get_slice(k).get_shape()) for k in f.keys() if not k.startswith(d.beside or "/")}  # noqa: SIM118
+            held |= {k: tuple(f.get_slice(k).get_shape()) for k in f.keys() if not k.startswith(d.outside_text or "/")}  # noqa: SIM118
     assert (held in forms(d, "files")) != (name in OTHERWISE)
     if name == "kimi_k25":
         return
     with open_source(tmp_path) as source:
-        theirs = {k: r for k, r in roles(source.config, source.headers).items() if not k.startswith(d.beside or "/")}
+        theirs = {k: r for k, r in roles(source.config, source.headers).items() if not k.startswith(d.outside_text or "/")}
     ours = max((tensors(d, "files", p) for p in (None, *d.files)), key=lambda found: len(found.keys() & theirs.keys()))
     assert {(t.kind, theirs[k].kind) for k, t in ours.items() if k in theirs and t.kind != theirs[k].kind} <= KINDS
     split = set().union(*(tensors(d, "split", p) for p in (None, *d.files)))

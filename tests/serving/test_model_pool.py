@@ -307,7 +307,7 @@ def test_a_memory_too_small_for_any_model_holds_one_at_a_time():
         pool.update({"a": Offer("a", "/nowhere/a", pin=True)})
         while (len(log), pool.places["a"].state) != (7, State.READY):
             await asyncio.sleep(0)
-        with pytest.raises(Refusal, match=r"536\.9 MB do not fit beside the pinned models into 1 B; pin fewer"):
+        with pytest.raises(Refusal, match=r"536\.9 MB do not fit next to the pinned models into 1 B; pin fewer"):
             await use(pool, "b")
         assert await use(pool, "a") == "a"
 

@@ -138,7 +138,7 @@ class ModelLoads:
             draining = [p for p in remaining if p.state is State.DRAINING]
             free = [p for p in remaining if not p.offer.pin]
             if not draining and not free:
-                has = f"{console.size(need)} do not fit beside the pinned models into {console.size(self.memory)}"
+                has = f"{console.size(need)} do not fit next to the pinned models into {console.size(self.memory)}"
                 raise DoesNotFitError(f"{has}; pin fewer models, or give the server more --memory")
             victims.append(min(draining or free, key=lambda p: (p.busy, p.used)))
         await asyncio.gather(*map(self.drain, victims))
