@@ -76,9 +76,9 @@ class Export:
     rank: its position in lists of formats. embeddings: whether a packed embedding is supported. experts: whether packed experts
     are supported under their own names; those of a `stack` always are. library: the "format" in the files' metadata. whole:
     config.json in the form of its readers, from lowq's and whether the head is tied. other_files: further JSON files by name,
-    from the result of `config`. one_file: whether it is a single file, which `interop` writes. extra: whether its readers support
-    heads that predict further tokens. otherwise: why its readers would compute wrong numbers with a config; or None. towers:
-    why its readers do not load the packed matrices of a vision tower, which are then written unpacked; or None.
+    from the result of `config`. one_file: whether it is a single file, which `interop` writes. extra: whether its readers
+    support heads that predict further tokens. otherwise: why its readers would compute wrong numbers with a config; or None.
+    towers: why its readers do not load the packed matrices of a vision tower, which are then written unpacked; or None.
     """
 
     rank: int

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -47,8 +48,8 @@ class Walked:
             ids = torch.arange(128).reshape(4, 32)
             self.hidden, others = self.blocks.start(ids, 2)
             self.spots = self.blocks.linears(1)
-            module = self.blocks.layers[1]
-            self.blocks._fill(module, self.blocks._mine[1])
+            self.weights = ExitStack()
+            module = self.weights.enter_context(self.blocks.layer(1))
             self.layer = Layer(module, others[1], self.spots)
             self.dtypes = dict.fromkeys(self.blocks.kept(1), torch.bfloat16)
 
