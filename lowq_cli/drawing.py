@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 def check(path: Path) -> None:
     """Raise UsageError if no plot can be written to `path`: matplotlib or the folder is missing, or the format is unknown."""
-    known = figure(1, 1).canvas.get_supported_filetypes()
+    filetypes = figure(1, 1).canvas.get_supported_filetypes()
     if not path.absolute().parent.is_dir():
         raise UsageError(f"--plot {path}: there is no folder {path.absolute().parent}")
-    if path.suffix[1:].lower() not in known:
+    if path.suffix[1:].lower() not in filetypes:
         raise UsageError(f"--plot {path}: the name does not end in a format that can be drawn; use .png, .svg or .pdf")
 
 

@@ -56,8 +56,8 @@ class Scheme:
         if self.table and self.table not in TABLES:
             raise SchemeError(f"table={self.table!r} does not exist; use one of {', '.join(TABLES)}")
         if self.table and self.bits not in TABLES[self.table]:
-            known = ", ".join(map(str, TABLES[self.table]))
-            raise SchemeError(f"table {self.table} has {known} bits, not {self.bits}")
+            names = ", ".join(map(str, TABLES[self.table]))
+            raise SchemeError(f"table {self.table} has {names} bits, not {self.bits}")
         if self.table and self.zero != "none":
             raise SchemeError(f'zero={self.zero!r} with table {self.table}, whose values need no zero; use zero="none"')
         if self.scale not in SCALE_KINDS:

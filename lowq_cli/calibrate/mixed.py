@@ -119,8 +119,8 @@ class Spread:
     def budget(self, size: int) -> int:
         """The bytes left for the groups in weight files of `size` bytes, up to a few bytes of numbers in headers."""
         plan = make_plan(self.source, self.plain)
-        taken = sum(i.nbytes for i in plan.items if _group_of(i.kept_name) in self.choices)
-        return size - (plan.nbytes - taken)
+        chosen_bytes = sum(i.nbytes for i in plan.items if _group_of(i.kept_name) in self.choices)
+        return size - (plan.nbytes - chosen_bytes)
 
     def at(self, budget: int) -> tuple[Recipe, Mixed]:
         """The recipe with an override per group; all groups take at most `budget` bytes. Raises the errors of `allocate`."""

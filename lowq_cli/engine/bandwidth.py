@@ -13,11 +13,11 @@ FILE = "bandwidth.json"
 
 def measured(device: torch.device) -> float:
     """Bytes per second of a plain read of a large buffer on `device`; read from the cache folder if it is there."""
-    key, known = _name(device), memo.recall(FILE)
-    if not (isinstance(known.get(key), int | float) and known[key] > 0):
-        known[key] = timing.read_gbs(device) * 1e9
-        memo.keep(FILE, known)
-    return float(known[key])
+    key, measurements = _name(device), memo.recall(FILE)
+    if not (isinstance(measurements.get(key), int | float) and measurements[key] > 0):
+        measurements[key] = timing.read_gbs(device) * 1e9
+        memo.keep(FILE, measurements)
+    return float(measurements[key])
 
 
 def last_level_cache(device: torch.device) -> int | None:

@@ -109,18 +109,18 @@ class NativeDecoder:
             self.saved.put(self)
             self.saved = None
         names = [list(p) if s is None else s.names for p, s in zip(prompts, self.shown, strict=True)]
-        known = 0 if self.long or longest > self.steady else self.reusable(names)
-        if self.attached is not None and known and not self.snapshot:
-            known -= 1  # a draft head's row for the last token depends on the token after it
+        reused = 0 if self.long or longest > self.steady else self.reusable(names)
+        if self.attached is not None and reused and not self.snapshot:
+            reused -= 1  # a draft head's row for the last token depends on the token after it
         self.held, self.long = [], longest > self.steady
         self.prompts, grows = prompts, any(len(p) <= self.steady < len(p) + room - 1 for p in prompts)
         self.generated: list[torch.Tensor] | None = [] if self.rereads and grows else None
         ids = torch.tensor([p + [0] * (longest - len(p)) for p in prompts])
         lengths = torch.tensor([len(p) for p in prompts])
         self.sampler.start(sampling, ids, torch.arange(longest) < lengths[:, None])
-        self._restore(known)
+        self._restore(reused)
         self.whole = ids[0].to(self.device)
-        x = self._read(ids.to(self.device), lengths.tolist(), known, between)
+        x = self._read(ids.to(self.device), lengths.tolist(), reused, between)
         self.held, self.read, self.written = names, names, longest
         self.snapshot = [t[: self.batch + 1].clone() for t in tensors_of(self.state)]
         self.sampler.choose(self.head(x), advance=0)

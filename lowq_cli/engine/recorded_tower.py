@@ -67,15 +67,15 @@ class RecordedTower:
     def __call__(self, images: Sequence[Inputs], rows: int) -> list[Features]:
         """The features of images of one size, which have so many rows each."""
         key, there = (len(images), size_of(images[0])), self.tower.arguments(joined(images))
-        known = self.recordings.get(key)
-        if isinstance(known, Recording):
+        recording = self.recordings.get(key)
+        if isinstance(recording, Recording):
             self.recordings.move_to_end(key)
-            made = known(there[PIXELS])
+            made = recording(there[PIXELS])
         elif self.record is None or rows * len(images) > MOST_ROWS or not self._came(key):
             made = self._transformers(there)
         else:
             try:
-                made = self._learn(key, known, there, self.record)
+                made = self._learn(key, recording, there, self.record)
             except (LowqError, RuntimeError) as e:  # this size runs as transformers calls it, only slower
                 if device_lost(e):
                     raise

@@ -62,11 +62,11 @@ class Rotation:
     @property
     def steady(self) -> float:
         """Up to this many tokens the angles do not depend on the sequence's length."""
-        known = {
+        kinds = {
             "dynamic": None if self.rope.get("alpha") else self.limit,
             "longrope": self.rope.get("original_max_position_embeddings"),
         }
-        return known.get(self.rope["rope_type"]) or math.inf
+        return kinds.get(self.rope["rope_type"]) or math.inf
 
     @property
     def rereads(self) -> bool:

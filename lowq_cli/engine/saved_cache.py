@@ -133,12 +133,12 @@ def _digest(tensors: Mapping[str, torch.Tensor], facts: Mapping[str, str]) -> st
 def _make_room(path: Path, room: int) -> None:
     """Delete the oldest other caches in the folder of `path` until they take at most `room` bytes."""
     others = [(p.stat(), p) for p in path.parent.glob(f"*{path.suffix}") if p != path and not p.name.startswith(".")]
-    taken = sum(facts.st_size for facts, _ in others)
+    total_bytes = sum(facts.st_size for facts, _ in others)
     for facts, other in sorted(others, key=lambda o: o[0].st_mtime_ns):
-        if taken <= room:
+        if total_bytes <= room:
             return
         other.unlink(missing_ok=True)
-        taken -= facts.st_size
+        total_bytes -= facts.st_size
 
 
 def _drafter(decoder: Any) -> str:

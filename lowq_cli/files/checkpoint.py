@@ -153,8 +153,8 @@ class Checkpoint:
 
         Raises DamagedError with the tensor's name, also if the report has no checksum of it.
         """
-        known = {t["name"]: t["crc32"] for t in self.report.get("tensors", ())}  # validated by _check_report
-        if unknown := [t.name for t in self.tensors if known and t.name not in known]:
+        checksums = {t["name"]: t["crc32"] for t in self.report.get("tensors", ())}  # validated by _check_report
+        if unknown := [t.name for t in self.tensors if checksums and t.name not in checksums]:
             more = f" ({len(unknown)} such)" if len(unknown) > 1 else ""
             raise DamagedError(f"{unknown[0]} has no checksum in {REPORT}{more}, so it cannot be verified")
         done = 0
@@ -162,7 +162,7 @@ class Checkpoint:
             names = [f"{t.name}.weight", *(f"{t.name}.{c}" for c in COMPANIONS)] if t.scheme else [t.name]
             present = [n for n in names if n in self.source.headers]
             crcs = [_crc(self.source, n) for n in present]
-            if known.get(t.name, crcs) != crcs:
+            if checksums.get(t.name, crcs) != crcs:
                 raise DamagedError(f"{t.name} in {self.folder} is not what lowq wrote (checksum); quantize again")
             for n in present[1:]:
                 self._check_values(t, n.rpartition(".")[2], self.source.read(n))

@@ -119,8 +119,8 @@ def expand_stored(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, 
     for patterns in by_length.values():
         patterns.sort()
     names = list(names)
-    known = set(names)
-    if missing := [key for key in tensors if "*" not in key.split(".") and key not in known]:
+    allowed = set(names)
+    if missing := [key for key in tensors if "*" not in key.split(".") and key not in allowed]:
         raise DamagedError(f"quantization_config names {missing[0]}, which the checkpoint does not hold ({len(missing)} such)")
     by_name: dict[str, Stored] = {}
     for name in names:

@@ -37,8 +37,8 @@ def tokenizer_metadata(folder: Path, config: Mapping[str, Any], size: int) -> li
             f"its tokenizer is {model.get('type')} , not a byte-level BPE; convert it with llama.cpp's own script"
         )
     tokens, kinds = [f"[PAD{i}]" for i in range(size)], [UNUSED] * size
-    known = {**model["vocab"], **{t["content"]: t["id"] for t in content.get("added_tokens") or ()}}
-    for token, i in known.items():
+    id_of = {**model["vocab"], **{t["content"]: t["id"] for t in content.get("added_tokens") or ()}}
+    for token, i in id_of.items():
         if not 0 <= i < size:
             raise DamagedError(f"{path}: token {token!r} has the number {i}; the model has {size}")
         tokens[i], kinds[i] = token, NORMAL
@@ -56,7 +56,7 @@ def tokenizer_metadata(folder: Path, config: Mapping[str, Any], size: int) -> li
         ("tokenizer.ggml.add_eos_token", flag(_adds(content, settings, "eos"))),
     ]
     numbers = {"bos": config.get("bos_token_id"), "padding": config.get("pad_token_id")}
-    numbers |= zip(STOPS, _stops(folder, config, known.get(_text_of(settings.get("eos_token")))), strict=False)
+    numbers |= zip(STOPS, _stops(folder, config, id_of.get(_text_of(settings.get("eos_token")))), strict=False)
     for name, i in numbers.items():
         i = i[0] if isinstance(i, list) and i else i
         if type(i) is int and 0 <= i < size:
@@ -211,9 +211,9 @@ def post_processor(bos: str | None, eos: str | None, numbers: Mapping[str, int])
         front, back = ([{"SpecialToken": {"id": t, "type_id": 0}}] if t else [] for t in (bos, eos))
         return [*front, {"Sequence": {"id": name, "type_id": 0}}, *back]
 
-    known = {token: {"id": token, "ids": [i], "tokens": [token]} for token, i in numbers.items()}
+    entries = {token: {"id": token, "ids": [i], "tokens": [token]} for token, i in numbers.items()}
     pair = [*single("A"), {"Sequence": {"id": "B", "type_id": 0}}]
-    return {"type": "TemplateProcessing", "single": single("A"), "pair": pair, "special_tokens": known}
+    return {"type": "TemplateProcessing", "single": single("A"), "pair": pair, "special_tokens": entries}
 
 
 def tokenizer_folder(path: Path, metadata: Mapping[str, Any], cache: Path) -> Path:

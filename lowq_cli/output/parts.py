@@ -35,8 +35,8 @@ class Offered:
 
     def schema(self, function: str, key: str) -> dict[str, Any]:
         """The JSON schema of a parameter, {} if it has none."""
-        known = self.functions.get(function, {}).get("properties")
-        entry = known.get(key) if isinstance(known, dict) else None
+        properties = self.functions.get(function, {}).get("properties")
+        entry = properties.get(key) if isinstance(properties, dict) else None
         return entry if isinstance(entry, dict) else {}
 
 

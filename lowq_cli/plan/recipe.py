@@ -112,7 +112,7 @@ class Recipe:
         values.check_bits(self.bits, "bits")
         if self.group is not None:
             values.check_group(self.group, "group")
-        for name, value, known in (
+        for name, value, choices in (
             ("method", self.method, ("auto", *quantizers.methods())),
             ("zero", self.zero, ZERO_KINDS),
             ("act", self.act, ACTS),
@@ -121,8 +121,8 @@ class Recipe:
             ("format", self.format, FORMATS),
             ("block", self.block, tuple(BLOCKS)),
         ):
-            if value not in known:
-                raise UsageError(f"{name}={spelled(value)} does not exist; use one of {', '.join(known)}")
+            if value not in choices:
+                raise UsageError(f"{name}={spelled(value)} does not exist; use one of {', '.join(choices)}")
         if self.calib_tokens is not None:
             self._check_whole("calib_tokens", 4096, 1 << 62, "a whole number of at least 4096")
         self._check_whole("calib_seed", 0, (1 << 32) - 1, "a whole number from 0 to 2^32 - 1")
@@ -276,9 +276,9 @@ def make_recipe(file: str | Path | None = None, **flags: Any) -> Recipe:
     Raises NotFoundError, UsageError.
     """
     given = read_recipe(file) if file is not None else {}
-    known = [f.name for f in fields(Recipe)]
-    values.check_keys(given, known, f"recipe {file}")
-    values.check_keys(flags, known, "recipe")
+    names = [f.name for f in fields(Recipe)]
+    values.check_keys(given, names, f"recipe {file}")
+    values.check_keys(flags, names, "recipe")
     table: dict[str, Any] = {}
     for source in (given, flags):
         for name, value in source.items():
@@ -315,8 +315,8 @@ def read_recipe(recipe: str | Path) -> dict[str, Any]:
 def read_toml(path: Path) -> dict[str, Any]:
     """The table in a TOML file. Raises NotFoundError or UsageError."""
     if not path.exists():
-        known = ", ".join(recipes.names())
-        raise NotFoundError(f"recipe {path} does not exist; give a TOML file, or one of {known}")
+        titles = ", ".join(recipes.names())
+        raise NotFoundError(f"recipe {path} does not exist; give a TOML file, or one of {titles}")
     try:
         return tomllib.loads(read_given(path, "recipe", MAX_CONFIG).decode("utf-8").replace("\r\n", "\n"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as e:

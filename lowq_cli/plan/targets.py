@@ -77,12 +77,12 @@ def get(engine: str) -> Target:
 
 def of_export(form: str, engine: str | None) -> str:
     """The engine for an export format: the named one, if it reads the format. Raises UsageError."""
-    known = {t.export: name for name, t in ENGINES.items()}
-    if form not in known:
-        raise no_such("--export", form, tuple(known))
+    name_of = {t.export: name for name, t in ENGINES.items()}
+    if form not in name_of:
+        raise no_such("--export", form, tuple(name_of))
     if engine is not None and get(engine).export != form:
         raise UsageError(f"--for {engine} reads {get(engine).export}, not {form}; leave --for out, or --export")
-    return engine or known[form]
+    return engine or name_of[form]
 
 
 def candidates(engine: str, flags: Mapping[str, Any], file: Mapping[str, Any]) -> list[dict[str, Any]]:

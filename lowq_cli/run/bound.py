@@ -87,8 +87,8 @@ class Bound:
         why = f"{named} decides" if self.binding == self.flag else f"the smallest widths are good enough for {named}"
         if self.binding == "tokens_per_s":
             why = f"--tokens-per-s {self.tokens_per_s:g} decides: smaller checkpoints meet {named} but are slower"
-        known = [(way, loss) for way, loss in (("more", self.more), ("less", self.less)) if loss is not None]
-        others = [f"one bit per weight {way} about {loss:.3g}" for way, loss in known]
+        bounds = [(way, loss) for way, loss in (("more", self.more), ("less", self.less)) if loss is not None]
+        others = [f"one bit per weight {way} about {loss:.3g}" for way, loss in bounds]
         line = f"measured {self.measured:.4g}{self.unit} in {len(self.trials)} rounds: {why}; {', '.join(others)}"
         if self.tps is None:
             return line

@@ -151,17 +151,17 @@ class _Author:
             return [rounds]
         seen = visits(ids.long()).sum(0)
         most = len(ids) // visits.window // MORE // texts.BATCH * texts.BATCH
-        taken: list[torch.Tensor] = []
+        batches: list[torch.Tensor] = []
         for number in range(SPARE, SPARE + ROUNDS):
-            if len(taken) >= most or bool((seen >= FEW_TOKENS).all()):
+            if len(batches) >= most or bool((seen >= FEW_TOKENS).all()):
                 break
             new = texts.windows((yield from self.round(PLAIN, number, self.plan.tokens)), visits.window)
             for window, counts in zip(new, visits(new.long().flatten()), strict=True):
-                if len(taken) < most and bool(counts[seen < FEW_TOKENS].any()):
-                    taken.append(window)
+                if len(batches) < most and bool(counts[seen < FEW_TOKENS].any()):
+                    batches.append(window)
                     seen = seen + counts
-        taken = taken[: len(taken) // texts.BATCH * texts.BATCH]
-        added = torch.cat(taken) if taken else ids[:0]
+        batches = batches[: len(batches) // texts.BATCH * texts.BATCH]
+        added = torch.cat(batches) if batches else ids[:0]
         _keep(path, added)
         return [added]
 

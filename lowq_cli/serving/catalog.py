@@ -198,12 +198,12 @@ def gather(config: Config, folders: Sequence[str] = (), first: Offer | None = No
     """Return every model that requests can name, by name. first: a model whose name takes precedence. Raises NotFoundError."""
     offers: dict[str, Offer] = {} if first is None else {first.name: first}
     named = {**offers, **config.models}
-    taken = {n for o in config.models.values() for n in o.others}
+    aliases = {n for o in config.models.values() for n in o.others}
     for path in [*_in_folders([*folders, *config.folders]), *_written()]:
         if any(path == o.folder.absolute() for o in named.values()):
             continue
         name = path.stem if path.suffix == ".gguf" else path.name
-        name = name if name not in named and name not in taken else str(path)
+        name = name if name not in named and name not in aliases else str(path)
         named.setdefault(name, Offer(name, str(path)))
     return named
 

@@ -71,5 +71,5 @@ class HostBlocks:
     def restore(self, record: list[tuple[Name, int]]) -> None:
         """Restore the state of an earlier `record`."""
         self.named = OrderedDict(record)
-        taken = set(self.named.values())
-        self.free = deque(p for p in range(1, self.places + 1) if p not in taken)
+        used = set(self.named.values())
+        self.free = deque(p for p in range(1, self.places + 1) if p not in used)

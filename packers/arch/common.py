@@ -229,9 +229,9 @@ def wrapper(
         tied = bool(c.tie_word_embeddings)
         seen = images(c) if images is not None and getattr(c, "vision_config", {}) is not None else None
         ids = {(getattr(c, name, default), read_as(c.text_config)) for name, default in (placeholders or {}).items()}
-        known = tuple(sorted(pair for pair in ids if pair[0] is not None and pair[0] < inside.vocab))
+        token_ids = tuple(sorted(pair for pair in ids if pair[0] is not None and pair[0] < inside.vocab))
         named = replace(inside, prefix=prefix, outside_text=outside_text, files=files, extra=extra)
-        return replace(named, tied=tied, images=seen, read_as=known)
+        return replace(named, tied=tied, images=seen, read_as=token_ids)
 
     return described
 

@@ -44,9 +44,9 @@ def number(table: Mapping[str, Any], *names: str, default: int | None = None) ->
 
 def check_fields(table: Mapping[str, Any], used: Iterable[str], harmless: Iterable[str], where: str = "") -> None:
     """Raise UnsupportedError for a field that is neither `used` nor `harmless` (changes no weight). null counts as absent."""
-    known = {*used, *harmless}
+    leaves = {*used, *harmless}
     for key, value in table.items():
-        if key not in known and value is not None:
+        if key not in leaves and value is not None:
             named = f"{where}{key}={str(value)[:80]}"
             raise UnsupportedError(f"quantization_config has {named}, which lowq does not know: it might change weights")
 

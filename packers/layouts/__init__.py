@@ -129,8 +129,8 @@ def stored(name: str) -> Layout:
     """The layout of that name, if files may have it. Raises SchemeError that lists those of files."""
     layout = LAYOUTS.get(name)
     if layout is None or layout.shapes is None:
-        known = ", ".join(sorted(k for k, v in LAYOUTS.items() if v.shapes))
-        raise SchemeError(f"files cannot have the layout {name!r}; use one of {known}")
+        names = ", ".join(sorted(k for k, v in LAYOUTS.items() if v.shapes))
+        raise SchemeError(f"files cannot have the layout {name!r}; use one of {names}")
     return layout
 
 

@@ -75,10 +75,10 @@ class TimedCosts:
         if self.tried.get(1, 0) < ENOUGH:
             return self.before(rows)
         cost = {n: s / self._median[1] for n, s in self._median.items()}
-        known = {n: c for n, c in cost.items() if self.tried[n] >= ENOUGH}
-        if rows in known:
-            return known[rows]
-        ratios = {n: max(0.0, c - 1) / (self.before(n) - 1) for n, c in known.items() if n > 1}
+        costs = {n: c for n, c in cost.items() if self.tried[n] >= ENOUGH}
+        if rows in costs:
+            return costs[rows]
+        ratios = {n: max(0.0, c - 1) / (self.before(n) - 1) for n, c in costs.items() if n > 1}
         ratio = TableCosts(ratios, level=True)(rows) if ratios else 1.0
         return min(1 + (self.before(rows) - 1) * ratio, cost.get(rows, math.inf))
 

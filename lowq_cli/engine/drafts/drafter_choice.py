@@ -44,11 +44,11 @@ def make(draft: str, model: Any, tokenizer: Any) -> HostDrafter | DeviceDrafter 
         return None
     if name == "ngram":
         return NGram()
-    known = owned(model).drafters
-    if name not in known:
-        known.clear()  # frees the memory of earlier drafters
-        known[name] = _loaded(name, model, tokenizer)
-    drafter: DeviceDrafter = known[name]
+    drafters = owned(model).drafters
+    if name not in drafters:
+        drafters.clear()  # frees the memory of earlier drafters
+        drafters[name] = _loaded(name, model, tokenizer)
+    drafter: DeviceDrafter = drafters[name]
     return drafter
 
 

@@ -192,7 +192,7 @@ def shown_model(model: dict[str, Any]) -> dict[str, Any]:
     features = model.get("features", [])
     can = {"completion": True, "tools": "tools" in features, "thinking": "thinking" in features, "vision": "images" in features}
     settings = "\n".join(f"{name} {value}" for name, value in (model.get("sampling") or {}).items())
-    known = described(model)
+    description = described(model)
     info = {
         "general.architecture": "lowq",
         "general.basename": model["id"],
@@ -202,8 +202,8 @@ def shown_model(model: dict[str, Any]) -> dict[str, Any]:
         "modelfile": f"FROM {model['id']}\n",
         "parameters": settings,
         "template": "",
-        "details": known["details"],
+        "details": description["details"],
         "model_info": info,
-        "modified_at": known["modified_at"],
+        "modified_at": description["modified_at"],
         "capabilities": [name for name, has in can.items() if has],
     }

@@ -61,7 +61,7 @@ class Guard:
         guarded = scope["path"] not in OPEN
         scheme, _, shown_key = headers.get(b"authorization", b"").partition(b" ")
         given = shown_key.strip(b" \t") if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")  # Anthropic's header
-        known = hmac.compare_digest(given, self.key)
-        if self.key and guarded and not known:
+        authorized = hmac.compare_digest(given, self.key)
+        if self.key and guarded and not authorized:
             return Refusal(401, "the API key is missing or wrong; send Authorization: Bearer KEY", code="invalid_api_key")
         return None

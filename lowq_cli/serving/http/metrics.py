@@ -81,16 +81,16 @@ class Metrics:
 
     def watch(self, name: str, engine: Engine, roofline: Roofline) -> None:
         """Add the engine of a model that was loaded."""
-        known = self.watched.get(name) or Watched(None, roofline, Stats())
-        self.watched[name] = Watched(engine, roofline, engine.stats(), known.past, known.loads + 1)
+        entry = self.watched.get(name) or Watched(None, roofline, Stats())
+        self.watched[name] = Watched(engine, roofline, engine.stats(), entry.past, entry.loads + 1)
 
     def leave(self, name: str) -> None:
         """Remove the engine of a model that was unloaded, and keep its counters."""
-        known = self.watched[name]
+        entry = self.watched[name]
         try:
-            known.past = known.now()
+            entry.past = entry.now()
         finally:
-            known.engine = None
+            entry.engine = None
 
     def text(self) -> bytes:
         """The response to /metrics."""

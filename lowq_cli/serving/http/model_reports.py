@@ -35,12 +35,12 @@ class ModelReports:
         return [base, *({**base, "id": name, "parent": base["id"]} for name in place.offer.others)]
 
     def _entry(self, place: Place) -> dict[str, Any]:
-        known = place.model.shown() if place.model is not None else place.known or place.offer.published()
+        facts = place.model.shown() if place.model is not None else place.known or place.offer.published()
         head = {"id": place.offer.name, "object": "model", "created": self.created, "owned_by": "lowq"}
         more: dict[str, Any] = {"state": place.state.value, "loaded": place.state is State.READY}
         more |= {"bytes": place.need, "pinned": place.offer.pin}
         more |= {"kv_host_bytes": self.host_bytes(place.offer.name)} if self.host is not None else {}
-        return {**head, **known, **more} | ({"error": place.why} if place.why else {})
+        return {**head, **facts, **more} | ({"error": place.why} if place.why else {})
 
     def host_bytes(self, name: str) -> int:
         """Bytes of a model's cache blocks in host memory, whether it is loaded or not."""

@@ -62,11 +62,11 @@ class Arguments:
     def _last(self, offers: dict[str, Offer]) -> str:
         """The checkpoint that commands take by default, or the first one if there is no default."""
         here = {offer.folder.absolute(): name for name, offer in offers.items()}
-        known = [k for k in state.known() if k.checkpoint.absolute() in here]
-        if not known or self.models or self.config:
+        records = [k for k in state.known() if k.checkpoint.absolute() in here]
+        if not records or self.models or self.config:
             return next(iter(offers), "")
-        mine = [k for k in known if k.where == str(Path.cwd())]
-        return here[(mine or known)[-1].checkpoint.absolute()]
+        mine = [k for k in records if k.where == str(Path.cwd())]
+        return here[(mine or records)[-1].checkpoint.absolute()]
 
 
 @dataclass(frozen=True)
