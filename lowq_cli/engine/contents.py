@@ -166,7 +166,7 @@ def check(contents: Contents, headers: Mapping[str, TensorHeader]) -> None:
             expected |= {m.stem + suffix: fact for suffix, fact in tensors(m.how, m.N, m.K).items()}
         except SchemeError as e:
             raise NotPlain(str(e)) from None
-    if odd := {n for n in expected.keys() ^ headers.keys() if not contents.named.beside(n)}:
+    if odd := {n for n in expected.keys() ^ headers.keys() if not contents.named.outside_text(n)}:
         raise NotPlain(f"{min(odd)} is missing or not expected")
     for name, (shape, dtypes) in expected.items():
         if tuple(headers[name].shape) != shape or headers[name].dtype not in dtypes:

@@ -13,7 +13,7 @@ import torch
 from transformers.utils import logging
 
 from lowq_cli.files.checkpoint import open_checkpoint
-from lowq_cli.files.family_tensors import beside_prefixes
+from lowq_cli.files.family_tensors import outside_text_prefixes
 from lowq_cli.files.source import Source
 from lowq_cli.files.storage import METHOD, method
 from lowq_cli.hf.pictures import PIXELS, normalised
@@ -72,7 +72,7 @@ class Tower:
 def load_tower(source: Source, device: torch.device, dtype: torch.dtype) -> Tower:
     """The tower of an open source. Raises DamagedError if its files lack tensors of the tower."""
     cls = model_class(source.config)
-    prefixes = beside_prefixes(source.config, source.headers)
+    prefixes = outside_text_prefixes(source.config, source.headers)
     names = [n for n in source.headers if n.startswith(prefixes) and not any(part in n for part in AUDIO)]
     tensors = _dense(source, names, dtype)
     model: Any

@@ -14,7 +14,7 @@ class Measurements:
     """Measurements of an engine; empty before a model's first load.
 
     key: identifies the model's files and the engine's settings. beside: bytes that the largest pass, recorded passes and
-    libraries take of a GPU beside weights and cache. passes: seconds of passes by (rows that step, all rows, whether they
+    libraries take of a GPU besides weights and cache. passes: seconds of passes by (rows that step, all rows, whether they
     are with LoRA adapters). drafts: seconds of passes with drafts by (rows, the same).
     folds: whether the steps with LoRA adapters are folded (`Adapters.folds`).
     """
