@@ -114,7 +114,7 @@ def test_a_picture_that_ends_its_process_is_refused_and_the_next_is_read(sees, t
     from lowq_packers.arch.config import read_config
 
     images = read_config(json.loads((sees / "config.json").read_text()))[1].images
-    reader, whole = pictures.PictureReader(str(sees), images), sighted.encoded(sighted.drawing(1))
+    reader, whole = pictures.PictureReader(str(sees), images, read_s=120.0), sighted.encoded(sighted.drawing(1))
     (started,) = reader.processes  # before any picture is sent
     first = reader.preprocess(whole)
     started.process.kill()
@@ -139,15 +139,14 @@ def test_a_picture_that_ends_its_process_is_refused_and_the_next_is_read(sees, t
     empty.stop()
 
 
-def test_a_process_that_never_becomes_ready_is_given_up(sees, monkeypatch):
+def test_a_process_that_never_becomes_ready_is_given_up(sees):
     from lowq_packers.arch.config import read_config
 
     images = read_config(json.loads((sees / "config.json").read_text()))[1].images
-    monkeypatch.setattr(pictures, "START_S", 0.0)
-    reader = pictures.PictureReader(str(sees), images)
+    reader = pictures.PictureReader(str(sees), images, start_s=0.0)
     with pytest.raises(LowqError, match="is not ready after 0 s; try again later"):
         reader.preprocess(sighted.encoded(sighted.drawing(1)))
-    monkeypatch.setattr(pictures, "START_S", 120.0)
+    reader.start_s = 120.0
     picture = None
     while picture is None:
         with suppress(LowqError):  # of processes that began under the bound of 0 s

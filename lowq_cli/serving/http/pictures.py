@@ -85,12 +85,15 @@ class PictureReader:
 
     Args:
         folder, images: of the model. urls: whether images with http and https URLs are fetched.
+        start_s, read_s: max. seconds until a process is ready, and until it has read an image.
     Attributes:
         processes: those that decode images, also those that are starting.
     """
 
-    def __init__(self, folder: str, images: Images, urls: bool = False) -> None:
-        self.folder, self.images, self.urls = folder, images, urls
+    def __init__(
+        self, folder: str, images: Images, urls: bool = False, start_s: float = START_S, read_s: float = READ_S
+    ) -> None:
+        self.folder, self.images, self.urls, self.start_s, self.read_s = folder, images, urls, start_s, read_s
         self._free = queue.SimpleQueue[_Process | Exception]()  # ready processes, and errors of those that did not start
         self._lock, self.processes, self._starting = threading.Lock(), list[_Process](), False
         self._kept = OrderedDict[bytes, Packed]()
@@ -135,7 +138,7 @@ class PictureReader:
         """Start one more process, unless one is starting or there are READERS; it is taken from `_free` once it is ready."""
         with self._lock:
             if not self._starting and len(self.processes) < READERS:
-                self._starting, process = True, _Process(self.folder, self.images)
+                self._starting, process = True, _Process(self.folder, self.images, self.start_s, self.read_s)
                 self.processes.append(process)
                 threading.Thread(target=self._wait, args=(process,), name="lowq-pictures", daemon=True).start()
 
@@ -191,7 +194,8 @@ class _Ended(Exception):  # not a server error: the image is refused
 class _Process:
     """A process that reads images, one after another."""
 
-    def __init__(self, folder: str, images: Images) -> None:
+    def __init__(self, folder: str, images: Images, start_s: float, read_s: float) -> None:
+        self.start_s, self.read_s = start_s, read_s
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, folder, images), name="lowq-pictures", daemon=True)
@@ -201,8 +205,8 @@ class _Process:
     def wait(self) -> None:
         """Until it is ready. Raises the error with which it did not start."""
         try:
-            if not self.pipe.poll(START_S):
-                raise LowqError(f"the process that reads pictures is not ready after {START_S:.0f} s; try again later")
+            if not self.pipe.poll(self.start_s):
+                raise LowqError(f"the process that reads pictures is not ready after {self.start_s:.0f} s; try again later")
             failed = self.pipe.recv()
         except (EOFError, OSError):
             failed = LowqError("the process that reads pictures does not start; try: lowq doctor")
@@ -213,9 +217,9 @@ class _Process:
         """The preprocessed image. Raises the error that the process reports, and _Ended."""
         try:
             self.pipe.send_bytes(data)
-            if not self.pipe.poll(READ_S):
+            if not self.pipe.poll(self.read_s):
                 self.kill()
-                raise _Ended(f"the picture takes longer than {READ_S:.0f} s to read; make it smaller")
+                raise _Ended(f"the picture takes longer than {self.read_s:.0f} s to read; make it smaller")
             reply = self.pipe.recv()
         except (EOFError, OSError):
             self.kill()
