@@ -44,7 +44,7 @@ def timed(engine: Engine, n: int, tokens: int, vocabulary: int, seeds: range) ->
         began = time.perf_counter()
         engine.answers(asked)
         seconds.append(time.perf_counter() - began)
-        passes.append({f"{b} of {M}": [round(1e3 * s, 2) for s in each] for (b, M), each in engine.passes.items()})
+        passes.append({f"{b} of {M}": [round(1e3 * s, 2) for s in each] for (b, M, _), each in engine.passes.items()})
     middle = sorted(range(len(seconds)), key=seconds.__getitem__)[len(seconds) // 2]
     return {"ms": round(1e3 * statistics.median(seconds), 2), "passes_ms": passes[middle]}
 
