@@ -169,9 +169,10 @@ def _left_out(whole: Checkpoint, held: Checkpoint, fmt: Format) -> list[str]:
     notes, count = list[str](), len(whole.tensors) - len(held.tensors)
     if count:
         notes.append(f"{count} tensors of heads that predict further tokens are left out: {fmt.title} has no place for them")
-    if unpacked := sum(t.packed is not None for t in held.tensors):
+    if unpacked := [t for t in held.tensors if t.packed is not None]:
         why = WRITTEN[fmt.name].towers(held.config)
-        notes.append(f"{unpacked} quantized weights of the vision tower are written unpacked, in 16 bits: {why}")
+        weights, dtype = len(unpacked), unpacked[0].dtype
+        notes.append(f"{weights} quantized weights of the vision tower are written unpacked, as {dtype}: {why}")
     return notes
 
 
