@@ -1,6 +1,7 @@
 """The CPU kernels, `reference` and QuantLinear: every registered kernel that runs on a CPU, against the definition."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from lowq_kernels.dispatch import registry
 from lowq_kernels.dispatch.layouts import best_layout
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_kernels.products.cpu import native
+from lowq_packers.atomic import alone
 from lowq_packers.errors import SchemeError, UnsupportedError
+from lowq_packers.home import cache_dir
 from lowq_packers.layouts import LAYOUTS, pack
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import BITS, Scheme
@@ -30,6 +33,15 @@ CPU_KERNELS = [
 def truth_of(x, q, bias=None):
     y = x.double() @ q.dequantize().double().t()
     return y if bias is None else y + bias.double()
+
+
+@NOT_BUILT
+@pytest.mark.skipif(bool(native.carried()), reason="the package carries the library, so none is built")
+def test_a_library_that_is_there_does_not_wait_for_a_process_that_builds_another():
+    """The folder's lock is held through a build, which took 13 minutes of a machine with a load of 15."""
+    native.forget()
+    with ThreadPoolExecutor(1) as pool, alone(cache_dir() / "cpu"):
+        assert pool.submit(native.library).result(timeout=60) is not None
 
 
 @pytest.mark.parametrize("spec", CPU_KERNELS)
