@@ -155,7 +155,7 @@ def test_where_the_model_does_not_fit_a_quick_copy_writes(family_checkpoints, ca
     dense = family_checkpoints("llama").dense
     with open_source(dense) as source:
         outlook = own_text_plan.outlook(str(dense), source, recipe(), CPU)
-        monkeypatch.setattr(own_text, "available_memory", lambda: source.nbytes - 1)
+        monkeypatch.setattr(own_text_plan, "available_memory", lambda: source.nbytes - 1)
         with pytest.raises(DoesNotFitError, match="cannot write a text"):
             own_text_plan.outlook(str(dense), source, recipe(), CPU)
     results = []

@@ -212,7 +212,7 @@ def test_bench_times_other_operations(asked):
         (["--shape", "64"], "NxK"),
         (["--shape", "64x0"], "NxK"),
         (["--shape", "64x100"], "group"),
-        (["--shape", "64x64", "--group", "many"], "--group"),
+        (["--shape", "64x64", "--group", "many"], "group='many' is not a whole number"),
         (["--shape", "64x64", "--bits", "5", "--group", "32"], "bits=5"),
         (["--shape", "64x64", "--group", "32", "--kernel", "fastest"], "fastest"),
         (["--shape", "64x64", "--group", "32", "--plot", "no/such/folder/a.png"], "folder"),

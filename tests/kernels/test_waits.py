@@ -17,10 +17,12 @@ def calls(tree):
 
 def faults(text):
     """Kernels that have the argument PDL and never wait, and those that wait in a loop."""
-    for function in (f for f in ast.walk(ast.parse(text)) if isinstance(f, ast.FunctionDef)):
-        if any(a.arg == "PDL" for a in function.args.args) and not calls(function) & WAITS:
+    functions = [f for f in ast.walk(ast.parse(text)) if isinstance(f, ast.FunctionDef)]
+    waits = WAITS | {f.name for f in functions if calls(f) & WAITS}
+    for function in functions:
+        if any(a.arg == "PDL" for a in function.args.args) and not calls(function) & waits:
             yield f"{function.name} does not wait"
-        if any(isinstance(loop, ast.For | ast.While) and calls(loop) & WAITS for loop in ast.walk(function)):
+        if any(isinstance(loop, ast.For | ast.While) and calls(loop) & waits for loop in ast.walk(function)):
             yield f"{function.name} waits in a loop"
 
 
@@ -37,4 +39,7 @@ def test_the_rule_catches_a_file_that_breaks_it():
     head, wait = "def f(x, PDL):\n", "if PDL:\n        gdc_wait()\n"
     assert list(faults(f"{head}    {wait}")) == []
     assert list(faults(f"{head}    g(x)\n")) == ["f does not wait"]
+    part = f"def g(x, PDL):\n    {wait}"
+    assert list(faults(f"{part}{head}    g(x)\n")) == []
+    assert list(faults(f"{part}{head}    for i in range(x):\n     g(i)\n")) == ["f waits in a loop"]
     assert list(faults(f"{head}    for i in range(x):\n     {wait}")) == ["f waits in a loop"]

@@ -165,14 +165,15 @@ class ModelLoads:
         """End the process of a model. keep: keep its cache in host memory."""
         model = place.detach()
         assert model is not None
+        leaving = [model]  # emptied by the thread, whose executor holds a call's arguments for a moment after its result
+        del model
         try:
             try:
                 self.metrics.leave(place.offer.name)
             finally:
-                await asyncio.to_thread(model.end, keep)
+                await asyncio.to_thread(lambda: leaving.pop().end(keep))
         except Exception as e:  # the model is unloaded all the same: what waits for it must not wait forever
             log_error(f"{place.offer.name} was unloaded with an error", e)
-        del model
         await asyncio.to_thread(gc.collect)  # its objects refer to each other; with them a tokenizer and descriptors would stay
 
     def failed(self, place: Place, why: str) -> None:
