@@ -7,7 +7,7 @@ Shapes  x, delta (M, H); A (S, P, R, H); y (M, 2 I), B (S, 2 I, R), A' (S, 1, R'
 Grid    norm_shrink   (M + M * shares): a program for each row's norm, then one for each row and share of H, for all parts
         gate_shrink   (M, shares of I)
 Launch  numbers of adapters, factors and the norm's weight are read before the previous kernel has ended (launch.py)
-Limits  up to FEW_ROWS rows; x' is another tensor than x, which the programs of the shares still read
+Limits  up to FEW_ROWS rows (low_rank_triton.py); x' is another tensor than x, which the programs of the shares still read
 Source  own
 """
 
@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lowq_kernels.decode.elementwise import ACTS, _activated
 from lowq_kernels.decode.launch import pdl
 from lowq_kernels.decode.low_rank_factors import LowRank, Shrunk
-from lowq_kernels.decode.low_rank_triton import BLOCK_K, FEW_ROWS, MOST_VALUES, SHARES
+from lowq_kernels.decode.low_rank_triton import BLOCK_K, MOST_VALUES, SHARES
 
 GATED = tuple(act for act in ACTS if act != "clamped_swiglu")
 BLOCK_I = 512  # max. columns of h in a program: 28 shares for the 14,336 columns of an 8B, which the next expand sums
@@ -163,6 +163,3 @@ def takes_gate(up: LowRank, down: LowRank, act: str) -> bool:
     """Whether `gate_shrink` takes these factors, of gate and up side by side and of the product behind, and this activation."""
     N, parts = up.B.shape[1], len(up.ends)
     return act in GATED and len(down.ends) == 1 and (parts == 1 or (parts == 2 and up.ends[0] * 2 == N)) and N % 2 == 0
-
-
-__all__ = ["FEW_ROWS", "gate_shrink", "norm_shrink", "takes_gate"]
