@@ -30,7 +30,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 
-from lowq_cli.engine import recorded_tower
 from lowq_cli.engine.model_record import owned
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.pictures import Shown
@@ -232,14 +231,12 @@ def main() -> None:
     """Measure, print, and write the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="a folder for the tower")
-    parser.add_argument("--recorded", action="store_true", help="the engine records its tower")
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--parts", default="first,tower,together,serve")
     parser.add_argument("--requests", type=int, default=64, help="answers of each load of `serve`")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    recorded_tower.RECORDS = args.recorded
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     path = args.out or results_of(gpu) / "pictures.json"
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}

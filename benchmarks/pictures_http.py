@@ -160,10 +160,10 @@ def main() -> None:
         lowq.quantize(
             str(args.work / "vl"), out=str(folder), bits=4, group=128, zero="none", lm_head="keep", device=args.device
         )
-    rows: Row = {"device": name, "date": datetime.now(UTC).isoformat("T", "seconds"), "layers": args.layers, "servers": {}}
+    rows: Row = {"device": name, "layers": args.layers, "servers": {}}
     rows |= {p: version(p) for p in ("lowq", "torch", "transformers")}
     for each in args.servers.split(","):
-        row: Row = {}
+        row: Row = {"date": datetime.now(UTC).isoformat("T", "seconds")}
         rows["servers"][each] = row
         server = start(each, args, folder)
         try:

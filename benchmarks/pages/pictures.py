@@ -70,27 +70,54 @@ def pictures_first_token() -> str:
 PASSES = {"launched": "launched kernel by kernel", "recorded": "recorded"}
 
 
+def milliseconds(row: dict[str, float], digits: int = 0) -> str:
+    """The median and the p99 of times."""
+    return f"{row['p50']:.{digits}f} / {row['p99']:.{digits}f}"
+
+
 @part
 def pictures_passes() -> str:
     """16 users who send pictures, before their passes were recorded and since (h200/pictures_passes.json)."""
     cells = []
     for r in json.loads((RESULTS / "h200" / "pictures_passes.json").read_text())["rows"]:
         if r.get("passes") in PASSES:
-            m, first, between = r["mixed"], r["picture"]["first_ms"], r["picture"]["between_ms"]
-            times = (f"{first['p50']:.0f} / {first['p99']:.0f}", f"{between['p50']:.1f} / {between['p99']:.1f}")
+            m, seen = r["mixed"], r["picture"]
+            times = (milliseconds(seen["first_ms"]), milliseconds(seen["between_ms"], 1))
             cells.append((PASSES[r["passes"]], f"{r['tokens_per_s']:,.0f}", *times, m["n"], f"{m['total_s']:.1f}"))
     columns = ("passes with prompts", ">tokens/s", ">first token, ms", ">between tokens, ms", ">such passes", ">their time, s")
     return table(columns, cells)
 
 
 @part
+def pictures_recorded() -> str:
+    """Users who send pictures, their passes recorded, the tower launched or recorded (h200/pictures_recorded.json)."""
+    report, cells = json.loads((RESULTS / "h200" / "pictures_recorded.json").read_text()), []
+    for r in report["rows"]:
+        times = [milliseconds(r[kind][what], digits) for kind in ("picture", "text") if kind in r for what, digits in TIMES]
+        users, times = f"{r['pictures']} + {r['texts']}", times + [""] * (4 - len(times))
+        cells.append((users, r["tower"], f"{r['tokens_per_s']:,.0f}", *times))
+    columns = ("tower", ">tokens/s", ">picture's first token", ">between", ">text's first token", ">between")
+    head = f"{report['gpu']}, {report['date']}, variants of one engine in turn, `--prefer smooth` unless said; ms p50 / p99:"
+    return f"{head}\n\n{table(('>users, pictures + texts', *columns), sorted(cells, key=lambda c: c[0], reverse=True))}"
+
+
+TIMES = (("first_ms", 0), ("between_ms", 1))
+SERVED = {
+    "export": "vLLM 0.24, its own kernels",
+    "lowq launched": "lowq serve, tower launched kernel by kernel",
+    "lowq": "lowq serve, tower recorded",
+}
+
+
+@part
 def pictures_vllm() -> str:
-    """vLLM's server under users who send pictures (h200/pictures_http.json)."""
-    report = json.loads((RESULTS / "h200" / "pictures_http.json").read_text())
-    served, lines = {"export": "vLLM 0.24, its own kernels", "lowq": "lowq serve"}, []
+    """vLLM's server, and lowq's, under users who send pictures (h200/pictures_http.json)."""
+    report, lines = json.loads((RESULTS / "h200" / "pictures_http.json").read_text()), []
     for server, row in report["servers"].items():
+        date = f"{row['date'][:10]} {row['date'][11:16]}"
         for r in (v for k, v in row.items() if k.startswith("users_")):
-            times = ("{p50:.0f} / {p99:.0f}".format(**r[k]) for k in ("ttft_ms", "between_ms"))
-            lines.append((served[server], r["users"], f"{r['tokens_per_s']:,.0f}", *times))
-    columns = ("server", ">users", ">tokens/s", ">first token, ms p50 / p99", ">between tokens")
-    return f"Over HTTP, {report['device']}, {report['date'][:10]}, all 36 layers:\n\n{table(columns, lines)}"
+            times = (milliseconds(r["ttft_ms"]), milliseconds(r["between_ms"], 1))
+            lines.append((SERVED[server], date, r["users"], f"{r['tokens_per_s']:,.0f}", *times))
+    columns = ("server", "measured", ">users", ">tokens/s", ">first token, ms p50 / p99", ">between tokens")
+    lines.sort(key=lambda line: line[2])
+    return f"Over HTTP, {report['device']}, all {report['layers']} layers:\n\n{table(columns, lines)}"

@@ -23,7 +23,6 @@ TOGETHER = 1024  # max. rows of features that images of one size make in one run
 MOST_ROWS = 2048  # max. rows of features of a recorded run; its memory is kept, and larger images keep a GPU busy anyway
 KEPT = 16  # max. sizes whose recordings are kept
 MET = 256  # max. sizes of which it is remembered that they came
-RECORDS = False  # whether towers on a GPU are recorded; off until a server that records is measured against one that does not
 CLOSE = 1e-2  # max. norm of what a recording differs from transformers' tower, relative; fp16 on two kernels gives 1e-3
 Inputs = Mapping[str, torch.Tensor]
 Record = Callable[[Callable[[], Any]], Callable[[], None]]
@@ -51,7 +50,7 @@ class RecordedTower:
     """Computes features of images: by transformers' module when a size comes first, then traced, then recorded.
 
     Args:
-        tower: the module. record: records work and returns what replays it; None: a `Recorder` on a GPU if RECORDS.
+        tower: the module. record: records work and returns what replays it; None: a `Recorder` on a GPU.
     Attributes:
         reason: why the last size that was not recorded was not; "" if none.
     All calls come from one thread, in one stream.
@@ -59,7 +58,7 @@ class RecordedTower:
 
     def __init__(self, tower: "Tower", record: Record | None = None) -> None:
         self.tower, self.reason = tower, ""
-        self.record = record or (Recorder(tower.device) if RECORDS and tower.device.type == "cuda" else None)
+        self.record = record or (Recorder(tower.device) if tower.device.type == "cuda" else None)
         self.recordings = OrderedDict[Any, Recording | Program]()
         self._met = OrderedDict[Any, bool]()  # sizes that came, and whether one is to be recorded
 
