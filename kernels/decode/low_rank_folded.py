@@ -4,8 +4,8 @@ Maths   norm_shrink   x' = x + delta, rounded;   y = norm(x');   t = (x' * weigh
         gate_shrink   z = y + t B^T, rounded as between two launches;   h = act(gate of z) * up of z;   t' = h A'^T
 Shapes  x, delta (M, H); A (S, P, R, H); y (M, 2 I), B (S, 2 I, R), A' (S, 1, R', I); t (M, P, R, shares) fp32; rms (M,) fp32:
         the factor of each row's norm
-Grid    norm_shrink   (M + M * shares): a program for each row's norm, then one for each row and share of H, for all parts
-        gate_shrink   (M, shares of I)
+Grid    norm_shrink   (M + groups * shares * P): a program for each row's norm, then one for each few rows, share of H and part
+        gate_shrink   (groups of rows, shares of I); neighbours of one adapter read its factors once
 Launch  numbers of adapters, factors and the norm's weight are read before the previous kernel has ended (launch.py)
 Limits  up to FEW_ROWS rows (low_rank_triton.py); x' is another tensor than x, which the programs of the shares still read
 Source  own
@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lowq_kernels.decode.elementwise import ACTS, _activated
 from lowq_kernels.decode.launch import pdl
 from lowq_kernels.decode.low_rank_factors import LowRank, Shrunk
-from lowq_kernels.decode.low_rank_triton import BLOCK_K, MOST_VALUES, SHARES
+from lowq_kernels.decode.low_rank_triton import BLOCK_K, MOST_VALUES, SHARES, rows_of
 
 GATED = tuple(act for act in ACTS if act != "clamped_swiglu")
 BLOCK_I = 512  # max. columns of h in a program: 28 shares for the 14,336 columns of an 8B, which the next expand sums
@@ -51,29 +51,35 @@ def _norm_row(
 
 @triton.jit
 def _shrink_share(
-    x_ptr, delta_ptr, weight_ptr, A_ptr, t_ptr, adapters_ptr, m, share, H, shares,
-    PR: tl.constexpr, BLOCK_PR: tl.constexpr, SHARE: tl.constexpr, HAS_DELTA: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, delta_ptr, weight_ptr, A_ptr, t_ptr, adapters_ptr, first, share, p, M, H, shares,
+    P: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, SHARE: tl.constexpr, HAS_DELTA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    offs_r, offs_h = tl.arange(0, BLOCK_PR), share * SHARE + tl.arange(0, SHARE)
-    a = tl.load(adapters_ptr + m)
-    mask = (offs_h < H) & (a > 0)
-    rows = (a.to(tl.int64) * PR + offs_r[:, None]) * H
-    w = tl.load(A_ptr + rows + offs_h[None, :], mask=mask[None, :] & (offs_r < PR)[:, None], other=0.0)
+    offs_r, offs_h = tl.arange(0, R), share * SHARE + tl.arange(0, SHARE)
+    mask = offs_h < H
+    held = tl.load(adapters_ptr + first)  # the adapter of which w is
+    rows = p * R * H + offs_r[:, None] * H + offs_h[None, :]
+    w = tl.load(A_ptr + held.to(tl.int64) * P * R * H + rows, mask=mask[None, :] & (held > 0), other=0.0)
     weight = tl.load(weight_ptr + offs_h, mask=mask, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
-    row = m.to(tl.int64) * H + offs_h
-    x = tl.load(x_ptr + row, mask=mask, other=0.0).to(tl.float32)
-    if HAS_DELTA:
-        x = (x + tl.load(delta_ptr + row, mask=mask, other=0.0).to(tl.float32)).to(x_ptr.dtype.element_ty).to(tl.float32)
-    t = tl.sum(w.to(tl.float32) * (x * weight)[None, :], 1)
-    tl.store(t_ptr + (m * PR + offs_r) * shares + share, t, mask=offs_r < PR)
+    for m in tl.range(first, min(first + ROWS, M)):
+        a = tl.load(adapters_ptr + m)
+        if (a > 0) & (a != held):
+            w = tl.load(A_ptr + a.to(tl.int64) * P * R * H + rows, mask=mask[None, :], other=0.0)
+            held = a
+        row = m * H + offs_h
+        x = tl.load(x_ptr + row, mask=mask & (a > 0), other=0.0).to(tl.float32)
+        if HAS_DELTA:
+            delta = tl.load(delta_ptr + row, mask=mask & (a > 0), other=0.0).to(tl.float32)
+            x = (x + delta).to(x_ptr.dtype.element_ty).to(tl.float32)
+        t = tl.sum(w.to(tl.float32) * (x * weight)[None, :], 1)
+        tl.store(t_ptr + ((m * P + p) * R + offs_r) * shares + share, t)
 
 
 @triton.jit
 def _norm_shrink_kernel(
     x_ptr, delta_ptr, weight_ptr, new_ptr, y_ptr, rms_ptr, A_ptr, t_ptr, adapters_ptr, M, H, eps, shares,
-    PR: tl.constexpr, BLOCK_PR: tl.constexpr, SHARE: tl.constexpr, HAS_DELTA: tl.constexpr, BLOCK_H: tl.constexpr,
+    P: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, SHARE: tl.constexpr, HAS_DELTA: tl.constexpr, BLOCK_H: tl.constexpr,
     PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
@@ -82,47 +88,54 @@ def _norm_shrink_kernel(
     if pid < M:
         _norm_row(x_ptr, delta_ptr, weight_ptr, new_ptr, y_ptr, rms_ptr, pid, H, eps, HAS_DELTA, BLOCK_H, PDL)
     else:
-        m, share = (pid - M) // shares, (pid - M) % shares
+        rest = pid - M
         _shrink_share(
-            x_ptr, delta_ptr, weight_ptr, A_ptr, t_ptr, adapters_ptr, m, share, H, shares, PR, BLOCK_PR, SHARE, HAS_DELTA, PDL
-        )
+            x_ptr, delta_ptr, weight_ptr, A_ptr, t_ptr, adapters_ptr, rest // (shares * P) * ROWS, rest // P % shares, rest % P,
+            M, H, shares, P, R, ROWS, SHARE, HAS_DELTA, PDL,
+        )  # fmt: skip
 
 
 @triton.jit
 def _gate_shrink_kernel(
-    y_ptr, t_ptr, rms_ptr, B_ptr, A_ptr, h_ptr, next_ptr, adapters_ptr, width, shares, next_shares, gate_scale,
-    ACT: tl.constexpr, P: tl.constexpr, R: tl.constexpr, R_NEXT: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_S: tl.constexpr,
-    PDL: tl.constexpr, TRIGGER: tl.constexpr,
+    y_ptr, t_ptr, rms_ptr, B_ptr, A_ptr, h_ptr, next_ptr, adapters_ptr, M, width, shares, next_shares, gate_scale,
+    ACT: tl.constexpr, P: tl.constexpr, R: tl.constexpr, R_NEXT: tl.constexpr, ROWS: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_S: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
-    m, block = tl.program_id(0), tl.program_id(1)
+    first, block = tl.program_id(0) * ROWS, tl.program_id(1)
     offs_i, offs_r, offs_n = block * BLOCK_I + tl.arange(0, BLOCK_I), tl.arange(0, R), tl.arange(0, R_NEXT)
-    offs_s = tl.arange(0, BLOCK_S)
-    a = tl.load(adapters_ptr + m)
-    inside = offs_i < width
-    mask = inside & (a > 0)
+    offs_s, inside = tl.arange(0, BLOCK_S), offs_i < width
+    held = tl.load(adapters_ptr + first)  # the adapter of which the factors below are
     if TRIGGER:
         gdc_launch_dependents()
-    columns = a.to(tl.int64) * 2 * width + offs_i
-    w_gate = tl.load(B_ptr + columns[:, None] * R + offs_r[None, :], mask=mask[:, None], other=0.0)
-    w_up = tl.load(B_ptr + (columns + width)[:, None] * R + offs_r[None, :], mask=mask[:, None], other=0.0)
-    w_next = tl.load(
-        A_ptr + (a.to(tl.int64) * R_NEXT + offs_n[:, None]) * width + offs_i[None, :], mask=mask[None, :], other=0.0
-    )
+    of_gate = offs_i[:, None] * R + offs_r[None, :]
+    of_next = offs_n[:, None] * width + offs_i[None, :]
+    B_held, A_held = B_ptr + held.to(tl.int64) * 2 * width * R, A_ptr + held.to(tl.int64) * R_NEXT * width
+    w_gate = tl.load(B_held + of_gate, mask=(inside & (held > 0))[:, None], other=0.0)
+    w_up = tl.load(B_held + width * R + of_gate, mask=(inside & (held > 0))[:, None], other=0.0)
+    w_next = tl.load(A_held + of_next, mask=(inside & (held > 0))[None, :], other=0.0)
     if PDL:
         gdc_wait()
-    there = (offs_s < shares) & (a > 0)
-    t_ptrs = t_ptr + (m * P * R + offs_r[:, None]) * shares + offs_s[None, :]
-    rms = tl.load(rms_ptr + m)
-    t_gate = tl.sum(tl.load(t_ptrs, mask=there[None, :], other=0.0), 1) * rms
-    t_up = tl.sum(tl.load(t_ptrs + (P - 1) * R * shares, mask=there[None, :], other=0.0), 1) * rms
-    y_ptrs = y_ptr + m.to(tl.int64) * 2 * width + offs_i
-    gate = tl.load(y_ptrs, mask=inside, other=0.0).to(tl.float32) + tl.sum(w_gate.to(tl.float32) * t_gate[None, :], 1)
-    up = tl.load(y_ptrs + width, mask=inside, other=0.0).to(tl.float32) + tl.sum(w_up.to(tl.float32) * t_up[None, :], 1)
-    gate, up = gate.to(y_ptr.dtype.element_ty).to(tl.float32), up.to(y_ptr.dtype.element_ty).to(tl.float32)
-    h = (_activated(gate * gate_scale, ACT) * up).to(h_ptr.dtype.element_ty)
-    tl.store(h_ptr + m.to(tl.int64) * width + offs_i, h, mask=inside)
-    t_next = tl.sum(w_next.to(tl.float32) * tl.where(inside, h.to(tl.float32), 0.0)[None, :], 1)
-    tl.store(next_ptr + (m * R_NEXT + offs_n) * next_shares + block, t_next)
+    for m in tl.range(first, min(first + ROWS, M)):
+        a = tl.load(adapters_ptr + m)
+        if (a > 0) & (a != held):
+            B_a, A_a = B_ptr + a.to(tl.int64) * 2 * width * R, A_ptr + a.to(tl.int64) * R_NEXT * width
+            w_gate = tl.load(B_a + of_gate, mask=inside[:, None], other=0.0)
+            w_up = tl.load(B_a + width * R + of_gate, mask=inside[:, None], other=0.0)
+            w_next = tl.load(A_a + of_next, mask=inside[None, :], other=0.0)
+            held = a
+        there = (offs_s < shares) & (a > 0)
+        t_ptrs = t_ptr + (m * P * R + offs_r[:, None]) * shares + offs_s[None, :]
+        rms = tl.load(rms_ptr + m)
+        t_gate = tl.sum(tl.load(t_ptrs, mask=there[None, :], other=0.0), 1) * rms
+        t_up = tl.sum(tl.load(t_ptrs + (P - 1) * R * shares, mask=there[None, :], other=0.0), 1) * rms
+        y_ptrs = y_ptr + m * 2 * width + offs_i
+        gate = tl.load(y_ptrs, mask=inside, other=0.0).to(tl.float32) + tl.sum(w_gate.to(tl.float32) * t_gate[None, :], 1)
+        up = tl.load(y_ptrs + width, mask=inside, other=0.0).to(tl.float32) + tl.sum(w_up.to(tl.float32) * t_up[None, :], 1)
+        gate, up = gate.to(y_ptr.dtype.element_ty).to(tl.float32), up.to(y_ptr.dtype.element_ty).to(tl.float32)
+        h = (_activated(gate * gate_scale, ACT) * up).to(h_ptr.dtype.element_ty)
+        tl.store(h_ptr + m * width + offs_i, h, mask=inside)
+        t_next = tl.sum(w_next.to(tl.float32) * tl.where(inside, h.to(tl.float32), 0.0)[None, :], 1)
+        tl.store(next_ptr + (m * R_NEXT + offs_n) * next_shares + block, t_next)
 
 
 def norm_shrink(
@@ -130,15 +143,14 @@ def norm_shrink(
 ) -> tuple[torch.Tensor, torch.Tensor, Shrunk]:
     """x (M, H) with delta added, a new tensor if there is a delta; its norm; and what the norm's product adds, before B."""
     (M, H), (_, P, R, _) = x.shape, factors.A.shape
-    block = triton.next_power_of_2(P * R)
-    share = min(max(BLOCK_K, triton.next_power_of_2(triton.cdiv(H, SHARES))), max(16, MOST_VALUES // block))
-    shares, y, BLOCK_H = triton.cdiv(H, share), torch.empty_like(x), triton.next_power_of_2(H)
+    share = min(max(BLOCK_K, triton.next_power_of_2(triton.cdiv(H, SHARES))), max(16, MOST_VALUES // R))
+    shares, y, BLOCK_H, rows = triton.cdiv(H, share), torch.empty_like(x), triton.next_power_of_2(H), rows_of(M)
     new = x if delta is None else torch.empty_like(x)
     t = torch.empty(M * P * R * shares, dtype=torch.float32, device=x.device)
     rms = torch.empty(M, dtype=torch.float32, device=x.device)
-    _norm_shrink_kernel[(M + M * shares,)](
-        x, delta, weight, new, y, rms, factors.A, t, adapters, M, H, eps, shares, PR=P * R, BLOCK_PR=block, SHARE=share,
-        HAS_DELTA=delta is not None, BLOCK_H=BLOCK_H, num_warps=min(16, max(4, BLOCK_H // 256)), **pdl(x),
+    _norm_shrink_kernel[(M + triton.cdiv(M, rows) * shares * P,)](
+        x, delta, weight, new, y, rms, factors.A, t, adapters, M, H, eps, shares, P=P, R=R, ROWS=rows, SHARE=share,
+        HAS_DELTA=delta is not None, BLOCK_H=BLOCK_H, num_warps=4, **pdl(x),
     )  # fmt: skip
     return new, y, Shrunk(t, shares, rms)
 
@@ -150,11 +162,11 @@ def gate_shrink(
     M, width, (_, P, R, _), R_next = y.shape[0], y.shape[1] // 2, up.A.shape, down.A.shape[2]
     assert shrunk.rms is not None
     block = min(BLOCK_I, triton.next_power_of_2(width), max(16, MOST_VALUES // max(R, R_next)))
-    shares, h = triton.cdiv(width, block), torch.empty(M, width, dtype=y.dtype, device=y.device)
+    shares, h, rows = triton.cdiv(width, block), torch.empty(M, width, dtype=y.dtype, device=y.device), rows_of(M)
     t = torch.empty(M * R_next * shares, dtype=torch.float32, device=y.device)
-    _gate_shrink_kernel[(M, shares)](
-        y, shrunk.t, shrunk.rms, up.B, down.A, h, t, adapters, width, shrunk.shares, shares, gate_scale, ACT=act, P=P, R=R,
-        R_NEXT=R_next, BLOCK_I=block, BLOCK_S=triton.next_power_of_2(shrunk.shares), num_warps=8, **pdl(y),
+    _gate_shrink_kernel[(triton.cdiv(M, rows), shares)](
+        y, shrunk.t, shrunk.rms, up.B, down.A, h, t, adapters, M, width, shrunk.shares, shares, gate_scale, ACT=act, P=P, R=R,
+        R_NEXT=R_next, ROWS=rows, BLOCK_I=block, BLOCK_S=triton.next_power_of_2(shrunk.shares), num_warps=4, **pdl(y),
     )  # fmt: skip
     return h, Shrunk(t, shares)
 

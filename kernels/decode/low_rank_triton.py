@@ -4,8 +4,9 @@ Maths   t[m, p, :, k] = x[m, share k] A[a, p, :, share k]^T;   y[m, n] += (sum o
         a = adapters[m], p the part that column n lies in
 Shapes  x (M, K) · A (S, P, R, K) · B (S, N, R) · y (M, N), dtype of x; R a power of two from 16 on. t is in fp32:
         (M, P, R, shares) for few rows, (shares, M, P, R) for many
-Grid    up to FEW_ROWS rows: a program for each row, share of K and part, then for each ROWS rows and block of columns, without
-        tensor cores. More rows: tiles of BLOCK_M rows, which multiply once for each adapter that their rows ask for
+Grid    up to FEW_ROWS rows: a program for each few rows, share of K and part, then for each ROWS rows and block of columns,
+        without tensor cores; neighbours of one adapter read its A once. More rows: tiles of BLOCK_M rows, which multiply once
+        for each adapter that their rows ask for
 Launch  for few rows, numbers of adapters and factors are read before the previous kernel has ended (launch.py)
 Limits  any M, K, N; shares of K are summed in the order in which they lie: the same bits each time
 """
@@ -31,22 +32,27 @@ MOST_VALUES = 16384  # values of A in a program's registers
 
 @triton.jit
 def _shrink_rows_kernel(
-    x_ptr, A_ptr, t_ptr, adapters_ptr, K, stride_xm, shares,
-    P: tl.constexpr, R: tl.constexpr, SHARE: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
+    x_ptr, A_ptr, t_ptr, adapters_ptr, M, K, stride_xm, shares,
+    P: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, SHARE: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
-    m, share, p = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first, share, p = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
     offs_r, offs_k = tl.arange(0, R), share * SHARE + tl.arange(0, SHARE)
-    a = tl.load(adapters_ptr + m)
-    mask = (offs_k < K) & (a > 0)
+    mask = offs_k < K
+    held = tl.load(adapters_ptr + first)  # the adapter of which w is
+    rows = p * R * K + offs_r[:, None] * K + offs_k[None, :]
+    w = tl.load(A_ptr + held.to(tl.int64) * P * R * K + rows, mask=mask[None, :] & (held > 0), other=0.0)
     if TRIGGER:
         gdc_launch_dependents()
-    rows = ((a.to(tl.int64) * P + p) * R + offs_r[:, None]) * K
-    w = tl.load(A_ptr + rows + offs_k[None, :], mask=mask[None, :], other=0.0)
     if PDL:
         gdc_wait()
-    x = tl.load(x_ptr + m.to(tl.int64) * stride_xm + offs_k, mask=mask, other=0.0)
-    t = tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], 1)
-    tl.store(t_ptr + ((m * P + p) * R + offs_r) * shares + share, t)
+    for m in tl.range(first, min(first + ROWS, M)):
+        a = tl.load(adapters_ptr + m)
+        if (a > 0) & (a != held):
+            w = tl.load(A_ptr + a.to(tl.int64) * P * R * K + rows, mask=mask[None, :], other=0.0)
+            held = a
+        x = tl.load(x_ptr + m * stride_xm + offs_k, mask=mask & (a > 0), other=0.0)
+        t = tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], 1)
+        tl.store(t_ptr + ((m * P + p) * R + offs_r) * shares + share, t)
 
 
 @triton.jit
@@ -135,6 +141,11 @@ def _expand_tiles_kernel(
         tl.store(y_ptrs, (y.to(tl.float32) + acc).to(y.dtype), mask=mask)
 
 
+def rows_of(M: int) -> int:
+    """The rows of a program that shrinks few rows: steps need many programs, and passes with prompts read one adapter each."""
+    return 1 if M <= 16 else 4
+
+
 def expand_rows(y: torch.Tensor, shrunk: Shrunk, factors: LowRank, adapters: torch.Tensor) -> torch.Tensor:
     """y (M, N) of few rows with what adapters add, in place."""
     (M, N), (_, P, R, _), rms = y.shape, factors.A.shape, shrunk.rms
@@ -160,7 +171,10 @@ def add_low_rank_rows(y: torch.Tensor, x: torch.Tensor, factors: LowRank, adapte
     shares = triton.cdiv(K, share)
     t = torch.empty(M * P * R * shares, dtype=torch.float32, device=x.device)
     if few:
-        _shrink_rows_kernel[(M, shares, P)](x, A, t, adapters, K, x.stride(0), shares, **sizes, SHARE=share, **pdl(x))
+        rows = rows_of(M)
+        _shrink_rows_kernel[(triton.cdiv(M, rows), shares, P)](
+            x, A, t, adapters, M, K, x.stride(0), shares, **sizes, ROWS=rows, SHARE=share, **pdl(x)
+        )
         return expand_rows(y, Shrunk(t, shares), factors, adapters)
     _shrink_tiles_kernel[(tiles, shares, P)](
         x, A, t, adapters, M, K, share, x.stride(0), shares, **sizes, BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K

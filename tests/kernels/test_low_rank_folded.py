@@ -13,16 +13,17 @@ if not ON_GPU:
 DTYPES = list(ERROR) if ON_GPU else [torch.float16, torch.float32]
 SHAPES = [  # rows, columns of x, columns of each part, adapters with number 0, rank
     (1, 64, (48,), 2, 16), (5, 100, (32, 32, 40), 4, 16), (9, 2112, (20, 20), 6, 32), (17, 80, (96,), 3, 64),
-    (128, 36, (6, 6), 5, 16),
+    (127, 36, (6, 6), 5, 16), (32, 40, (40, 40), 2, 512),
 ]  # fmt: skip
 
 
 def made(M, K, parts, S, R, dtype, seed=0):
-    """x (M, K), the factors of random adapters and each row's adapter: of several, of none."""
+    """x (M, K), the factors of random adapters and each row's adapter: of several, of none, in runs from row 32 on."""
     g = torch.Generator().manual_seed(M * K + seed)
     A, B = torch.randn(S, len(parts), R, K, generator=g) / K**0.5, torch.randn(S, sum(parts), R, generator=g) / R**0.5
     A[0], B[0] = float("nan"), float("nan")  # never read
     rows = torch.randint(0, S, (M,), generator=g, dtype=torch.int32)
+    rows[32:] = torch.where(rows > 0, 1 + torch.arange(M) // 6 % (S - 1), 0)[32:]
     rows[-1] = S - 1
     device = "cuda" if ON_GPU else "cpu"
     x, A, B = (t.to(device, dtype) for t in (torch.randn(M, K, generator=g), A, B))
@@ -121,3 +122,26 @@ def test_what_the_gate_does_not_take():
     assert not takes_gate(up, down, "clamped_swiglu")
     assert not takes_gate(uneven, down, "silu")
     assert not takes_gate(up, up, "silu")
+
+
+def test_a_row_has_the_same_bits_beside_any_other_rows():
+    """Programs of several rows read the factors of neighbours with one adapter once."""
+    from lowq_kernels.decode.low_rank_folded import gate_shrink, norm_shrink
+    from lowq_kernels.decode.low_rank_triton import add_low_rank_rows, expand_rows
+
+    x, up, _ = made(20, 70, (40, 40), 4, 16, torch.float16)
+    _, down, _ = made(20, 40, (24,), 4, 16, torch.float16, seed=1)
+    _, weight = tensors(20, 70, torch.float16, x)
+
+    def outputs(adapters):
+        rows = torch.tensor(adapters, dtype=torch.int32, device=x.device)
+        _, _, shrunk = norm_shrink(x, None, weight, 1e-3, up, rows)
+        h, behind = gate_shrink(torch.ones(20, 80, dtype=x.dtype, device=x.device), shrunk, up, down, "silu", 1.0, rows)
+        out = expand_rows(torch.zeros(20, 24, dtype=x.dtype, device=x.device), behind, down, rows)
+        alone = add_low_rank_rows(torch.zeros(20, 80, dtype=x.dtype, device=x.device), x, up, rows)
+        return torch.cat([h, out, alone], 1)[3]
+
+    expected = outputs([2] * 20)
+    assert torch.equal(outputs([1, 1, 3, 2] * 5), expected)
+    assert torch.equal(outputs([0, 0, 0, 2] + [0] * 16), expected)
+    assert not torch.equal(outputs([2, 2, 2, 1] + [2] * 16), expected)
