@@ -13,7 +13,7 @@ if not ON_GPU:
 DTYPES = list(ERROR) if ON_GPU else [torch.float16, torch.float32]
 SHAPES = [  # rows, columns of x, columns of each part, adapters with number 0, rank
     (1, 64, (48,), 2, 16), (5, 100, (32, 32, 40), 4, 16), (9, 2112, (20, 20), 6, 32), (17, 80, (96,), 3, 64),
-    (127, 36, (6, 6), 5, 16), (32, 40, (40, 40), 2, 512),
+    (70, 36, (6, 6), 5, 16), (20, 100, (100, 100), 2, 256),
 ]  # fmt: skip
 
 
