@@ -98,7 +98,7 @@ def pictures_recorded() -> str:
         cells.append((users, r["tower"], f"{r['tokens_per_s']:,.0f}", *times))
     columns = ("tower", ">tokens/s", ">picture's first token", ">between", ">text's first token", ">between")
     head = f"{report['gpu']}, {report['date']}, variants of one engine in turn, `--prefer smooth` unless said; ms p50 / p99:"
-    return f"{head}\n\n{table(('>users, pictures + texts', *columns), sorted(cells, key=lambda c: c[0], reverse=True))}"
+    return f"{head}\n\n{table(('>users, pictures + texts', *columns), sorted(cells, key=lambda c: str(c[0]), reverse=True))}"
 
 
 TIMES = (("first_ms", 0), ("between_ms", 1))

@@ -88,16 +88,23 @@ def swap() -> str:
 
 @part
 def adapters() -> str:
-    """Users of LoRA adapters (lora.py)."""
-    run, lines = read("h200/lora.json"), []
-    for several in ("0", "1", "8"):
-        r = run[several]
+    """Users of LoRA adapters over HTTP, lowq and vLLM (serve_http.py --adapters 0,1,8)."""
+    ours, theirs, lines = read("h200/http_adapters.json"), read("h200/http_loads_vllm.json"), []
+    lowq, vllm = ours["servers"]["lowq"], theirs["servers"]["export"]
+    for several in (0, 1, 8):
+        r, v = lowq[f"adapters_{several}"], vllm[f"adapters_{several}"]
         t, b = r["ttft_ms"], r["between_ms"]
         seen = f"{t['p50']:.0f} / {t['p99']:.0f}", f"{b['p50']:.2f} / {b['p99']:.1f}"
-        lines.append((several, f"{r['tokens_per_s']:,.0f}", f"{r['share']:.2f}", *seen))
-    columns = (">adapters", ">tokens/s", ">of those without", ">first token p50 / p99, ms", ">between tokens p50 / p99, ms")
+        speeds = (
+            f"{each['tokens_per_s']:,.0f} ({each['tokens_per_s'] / every['adapters_0']['tokens_per_s']:.2f})"
+            for each, every in ((r, lowq), (v, vllm))
+        )
+        lines.append((str(several), *speeds, *seen))
+    columns = (">adapters", ">tokens/s", ">vLLM's", ">first token p50 / p99, ms", ">between tokens p50 / p99, ms")
     about = (
-        f"{run['users']} users of an 8B in 4 bits, rank {run['rank']} in every product ({run['device']}, {run['date'][:10]}):"
+        f"{lowq['adapters_0']['users']} users of an 8B in 4 bits over HTTP, rank 16 in every product, in brackets the share of "
+        f"the speed without ({ours['device']}; lowq {ours['date'][:10]}, vLLM {theirs['date'][:10]} in another run; 0: "
+        "a server with adapters that no request names):"
     )
     return f"{about}\n\n{table(columns, lines)}"
 
