@@ -81,6 +81,12 @@ struct Prompt : Tokens<T, D> {
         }
         return past;
     }
+    // Only tops of tokens that are too far above move, though a warp decides for its 16 rows at once: rows past the last token
+    // see slots that other prompts have filled, and these must not change how a token's weights are rounded.
+    static __device__ __forceinline__ void stay(const Pair& top, Pair& most) {
+#pragma unroll
+        for (int c = 0; c < 2; c++) most[c] = most[c] - top[c] > LIMIT ? most[c] : top[c];
+    }
     static __device__ __forceinline__ void exponentials(float scale, const Pair& top, Scores& s, Pair& total) {
 #pragma unroll
         for (int i = 0; i < BLOCK_N / 2; i++) s[i] = exp2_of(s[i] * scale - top[i / 2 % 2]), total[i / 2 % 2] += s[i];
@@ -187,7 +193,7 @@ attend_prompt(const __grid_constant__ TensorMap k_map, const __grid_constant__ T
         typename P::Pair most = {s[0], s[2]};
         const bool past = P::largest(s, scale, top, most);
         moved = !__all_sync(0xffffffffu, !past);
-        if (moved) P::move_top(most, top, total, fade);
+        if (moved) P::stay(top, most), P::move_top(most, top, total, fade);
         P::exponentials(scale, top, s, total);
     };
     auto have_read = [&](u32 barrier) {
