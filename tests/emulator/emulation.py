@@ -23,6 +23,7 @@ from lowq_packers.scheme import Scheme
 from lowq_packers.tables import signed, to_bytes
 
 EMPTY = torch.empty
+LEFT = (float("nan"), 20.0)  # see `left_over`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +120,14 @@ def operands(case: Any, device: str) -> tuple[torch.Tensor, PackedWeight, torch.
 def error(y: torch.Tensor, truth: torch.Tensor) -> float:
     """Relative Frobenius error."""
     return float((y.double() - truth.double()).norm() / truth.double().norm())
+
+
+def left_over(value: float, slots: int, device: str | torch.device = "cpu") -> torch.Tensor:
+    """Keys or values that other texts left in some slots, (slots, 1): of both signs, so that one has a score far above others.
+
+    A first run of a prompt finds another prompt's keys behind its own, a second run those of its own answer.
+    """
+    return value * (1.0 - 2 * (torch.arange(slots, device=device)[:, None] % 2))
 
 
 def twice(launch: Callable[[], Any]) -> Any:

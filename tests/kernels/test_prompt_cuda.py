@@ -79,7 +79,7 @@ def alone(HQ, HKV, D, dtype, window, sinks, B, T, start, module=prompt_cuda, old
     h, end = heads(HQ, HKV, D, window, sinks), start + T
     (k, k32), (v, v32) = (drawn(B, HKV, end + 70, D, dtype=dtype) for _ in range(2))
     for cache in (k, v):
-        cache[:, :, end:] = left_over(old, 70)
+        cache[:, :, end:] = emulation.left_over(old, 70, DEVICE)
     y, q = drawn(B * T, HQ * D, dtype=dtype)
     ours = module.attend(y, k, v, None, h, (T, start, k.shape[2], 0), {})
     mask = seen(torch.arange(start, end, device=DEVICE), end, window)
@@ -91,11 +91,6 @@ def alone(HQ, HKV, D, dtype, window, sinks, B, T, start, module=prompt_cuda, old
 def exactly(module, *operands):
     """q, k and v as the module's kernel rounds them."""
     return operands if module is prompt_cuda else reference.in_e4m3(*operands)
-
-
-def left_over(value, slots):
-    """What other prompts left in some slots, (slots, 1): of both signs, so that it gives scores far above a token's own."""
-    return value * (1.0 - 2 * (torch.arange(slots, device=DEVICE)[:, None] % 2))
 
 
 def attended(q, k, v, mask, h):
@@ -117,7 +112,7 @@ def packed(HQ, HKV, D, dtype, window, sinks, pieces, page, module=prompt_cuda, o
     h, width = heads(HQ, HKV, D, window, sinks), -(-max(map(sum, pieces)) // page)
     n = len(pieces) * width
     table = (torch.randperm(n) + 1).reshape(len(pieces), width).to(torch.int32).to(DEVICE)
-    pools = [left_over(old, page).to(dtype).repeat(n + 1, HKV, 1, D) for _ in range(2)]
+    pools = [emulation.left_over(old, page, DEVICE).to(dtype).repeat(n + 1, HKV, 1, D) for _ in range(2)]
     M = sum(new for _, new in pieces)
     y, q = drawn(M + 3, HQ * D, dtype=dtype)
     rows, pos, tiles, truth = [], [], [], []
@@ -146,9 +141,8 @@ def packed(HQ, HKV, D, dtype, window, sinks, pieces, page, module=prompt_cuda, o
 
 
 def check(made, most):
-    """What the caches hold behind a prompt changes no bit: a first run of a prompt finds another prompt's keys there, a second
-    run those of its own answer."""
-    old = iter((float("nan"), 20.0))
+    """Held to the truth; and what the caches hold behind a prompt changes no bit."""
+    old = iter(emulation.LEFT)
     y, truth = emulation.twice(lambda: made(next(old)))
     assert emulation.error(y, truth) < most
 
