@@ -5,6 +5,7 @@ Commands under test remember their last checkpoint in a folder of their own, not
 
 import contextlib
 import os
+import sys
 import tempfile
 
 import torch
@@ -20,5 +21,8 @@ if not torch.cuda.is_available():
         import interpreter
 
         interpreter.speed_up()
+# bytecode is kept, as it is for users: each of some hundred processes would compile lowq's sources anew, which takes 1.3 s
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 _state = tempfile.TemporaryDirectory(prefix="lowq-tests-")
 os.environ["XDG_STATE_HOME"] = _state.name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -31,7 +32,7 @@ BYTES_PER_WEIGHT = 12  # of a slab: weights, codes, packing, fp32 error; measure
 WORKING = 160 << 20  # bytes of buffers of the quantizers, the copies and the allocator that do not grow with the slab
 TORCH = 225 << 20  # resident bytes of an imported torch, which a plan from headers does not include yet
 ROTATING = 12  # bytes per weight of a rotated matrix: a rotation across rows needs the whole matrix in fp32
-PROBE = {"cpu": 1 << 19, "cuda": 1 << 22}  # weights of the random sample that `probe` times
+PROBE = {"cpu": 1 << 19, "cuda": 1 << 22}  # max. weights of the random sample that `probe` times
 
 
 @dataclass(frozen=True)
@@ -125,15 +126,21 @@ def probe(plan: Plan, device: torch.device, workers: int) -> float:
     This also checks that the method supports the scheme: a SchemeError is raised here, not at the first tensor.
     """
     at_once = max(1, workers // GPU_WORKERS) if device.type == "cuda" else workers
-    rounded = ((i, i.scheme) for i in plan.items if i.scheme)
-    return sum(i.params * _sampled(i.method, scheme, scale_dtype(i), device, workers) for i, scheme in rounded) / at_once
+    weights = Counter[tuple[str | None, Scheme, torch.dtype]]()
+    for i in plan.items:
+        if i.scheme:
+            weights[i.method, i.scheme, scale_dtype(i)] += i.params
+    sizes = {how: min(PROBE[device.type], 1 << n.bit_length()) for how, n in weights.items()}  # a small model is its own sample
+    return sum(n * _sampled(*how, device, workers, sizes[how]) for how, n in weights.items()) / at_once
 
 
 @cache
-def _sampled(method: str | None, scheme: Scheme, dtype: torch.dtype, device: torch.device, workers: int) -> float:
+def _sampled(
+    method: str | None, scheme: Scheme, dtype: torch.dtype, device: torch.device, workers: int, weights: int
+) -> float:
     """Seconds per weight, timed once per process: a run makes several plans, and a sample takes 50 ms."""
     quantize, K = partial(quantizers.get(method), scheme=scheme, dtype=dtype), scheme.group_size
-    W = torch.randn(max(1, PROBE[device.type] // K), K, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    W = torch.randn(max(1, weights // K), K, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     with shared_threads(workers):
         quantize(W[:1])  # warm-up: the rate must not include the start-up of libraries
         start = time.perf_counter()

@@ -20,7 +20,8 @@ from lowq_packers.formats.gguf import SCHEMES
 
 Make = Callable[[torch.Tensor], Given]
 COLUMNS = 256  # of a sample that is timed; a type whose groups are longer takes one group
-FEW, SAMPLE = 16, 1 << 18  # rows of the first sample; weights of the second
+FEW, SAMPLE = 16, 1 << 18  # rows of the first sample; max. weights of the second
+SHARE = 4  # a sample is at most this part of the weights: of a small model the samples took as long as the work
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def improving_s(make: Make, group: int, shapes: Sequence[tuple[int, int]], devic
     group: weights of a row that a sample must be a multiple of.
     """
     K = group * -(-COLUMNS // group)
-    many = max(2 * FEW, SAMPLE // K)
+    many = max(2 * FEW, _weights(shapes) // K)
     (_, few_s), (made_s, many_s) = (_timed(make, N, K, device) for N in (FEW, many))
     weight = max(0.0, many_s - few_s) / ((many - FEW) * K)
     column = max(0.0, few_s / K - FEW * weight)
@@ -89,11 +90,17 @@ def improving_s(make: Make, group: int, shapes: Sequence[tuple[int, int]], devic
 def making_s(kind: str, shapes: Sequence[tuple[int, int]]) -> float:
     """Estimated seconds of rounding matrices to a type of GGUF on the CPU, from timing a sample."""
     make, group = made_as(kind)
-    W = torch.randn(SAMPLE // COLUMNS, group * -(-COLUMNS // group), generator=torch.Generator().manual_seed(0))
+    rows = max(FEW, _weights(shapes) // COLUMNS)
+    W = torch.randn(rows, group * -(-COLUMNS // group), generator=torch.Generator().manual_seed(0))
     make(W[:FEW])  # warm-up
     began = time.perf_counter()
     make(W)
     return (time.perf_counter() - began) * sum(N * K for N, K in shapes) / W.numel()
+
+
+def _weights(shapes: Sequence[tuple[int, int]]) -> int:
+    """Weights of the sample for matrices of these shapes."""
+    return min(SAMPLE, sum(N * K for N, K in shapes) // SHARE)
 
 
 def _timed(make: Make, N: int, K: int, device: torch.device) -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Processes that are forks of one which has torch imported: that import is half of what most of them take."""
+"""Processes that are forks of one which has torch and transformers imported: that is most of what a short command takes."""
 
 import multiprocessing
 import os
@@ -10,15 +10,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["torch", "pytest"])  # pytest: each child imports what this process was started with
+FORKS.set_forkserver_preload(["forked_imports"])
 SECONDS = 300  # after which a process that should have ended has hung
 
 
 def begin(function: Callable[..., Any], *args: Any, env: Mapping[str, str] = os.environ) -> multiprocessing.Process:
     """A process that calls a function of this module with these arguments; nothing of lowq is imported in it yet."""
-    process = FORKS.Process(target=_child, args=(function, dict(env), args))
-    process.start()
+    with pytest.MonkeyPatch.context() as patch:  # for the process that is forked, which the first call starts
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH")))))
+        patch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # torch would import lowq
+        process = FORKS.Process(target=_child, args=(function, dict(env), args))
+        process.start()
     return process
 
 
@@ -58,10 +63,20 @@ def lowq(*words: Any, **how: Any) -> subprocess.CompletedProcess:
 
 
 def _console_script(*words: str) -> None:
-    from lowq_cli import main
+    from lowq_cli import start
 
     sys.argv = ["lowq", *words]
-    main.run()
+    start.run()
+
+
+def script(code: str, *words: Any, **how: Any) -> subprocess.CompletedProcess:
+    """As `python -c code words`; how: as `run` takes it."""
+    return run(_script, code, *map(str, words), **how)
+
+
+def _script(code: str, *words: str) -> None:
+    sys.argv = ["-c", *words]
+    exec(code, {"__name__": "__main__"})
 
 
 def export_until(checkpoint: Path, to: str, out: Path, file_bytes: int, calls: int) -> None:

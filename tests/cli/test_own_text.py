@@ -4,10 +4,9 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 
+import forking
 import pytest
 import torch
 from checkpoints import RARE, WORDS, write_byte_tokenizer
@@ -30,6 +29,11 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture
+def dense(family_checkpoints):
+    return family_checkpoints("llama").dense
+
+
+@pytest.fixture
 def cache(own_cache):
     """Holds nothing yet."""
     return own_cache / "own-text"
@@ -39,10 +43,11 @@ def recipe(**more):
     return make_recipe(**({"bits": 3, "group": 16, "method": "gptq", "calib": "self", "calib_tokens": 4096} | more))
 
 
-def written(model, **more):
-    """(text, steps) of a recipe."""
-    with open_source(model) as source:
-        outlook = own_text_plan.outlook(str(model), source, recipe(**more), CPU)
+def written(dense, **more):
+    """(text, steps) of a recipe; torch's threads are afterwards as many as before."""
+    threads = torch.get_num_threads()
+    with open_source(dense) as source:
+        outlook = own_text_plan.outlook(str(dense), source, recipe(**more), CPU)
     steps = []
 
     generator = own_text.write(outlook, None)
@@ -50,11 +55,11 @@ def written(model, **more):
         try:
             steps.append(next(generator))
         except StopIteration as e:
+            assert torch.get_num_threads() == threads
             return e.value, steps
 
 
-def test_it_is_the_same_for_a_seed_and_another_for_another(family_checkpoints, cache):
-    dense = family_checkpoints("llama").dense
+def test_it_is_the_same_for_a_seed_and_another_for_another(dense, cache):
     text, steps = written(dense)
     assert text.ids.shape == (4096,)
     assert text.ids[0] == 1  # the beginning of a text
@@ -69,8 +74,7 @@ def test_it_is_the_same_for_a_seed_and_another_for_another(family_checkpoints, c
     assert (other.ids != text.ids).float().mean() > 0.5
 
 
-def test_rows_of_a_round_differ_and_a_longer_text_begins_with_a_shorter_one(family_checkpoints):
-    dense = family_checkpoints("llama").dense
+def test_rows_of_a_round_differ_and_a_longer_text_begins_with_a_shorter_one(dense):
     short, _ = written(dense)
     long, _ = written(dense, calib_tokens=8192)
     assert torch.equal(long.ids[:4096], short.ids)
@@ -79,8 +83,7 @@ def test_rows_of_a_round_differ_and_a_longer_text_begins_with_a_shorter_one(fami
     assert len(heads) > 0.9 * len(starts)
 
 
-def test_a_damaged_or_torn_file_is_written_again(family_checkpoints, cache):
-    dense = family_checkpoints("llama").dense
+def test_a_damaged_or_torn_file_is_written_again(dense, cache):
     text, _ = written(dense)
     first = sorted(cache.rglob("text-*.safetensors"))[0]
     raw = bytearray(first.read_bytes())
@@ -90,15 +93,15 @@ def test_a_damaged_or_torn_file_is_written_again(family_checkpoints, cache):
         assert written(dense)[0].digest == text.digest
 
 
-def test_texts_end_where_the_model_ends_them(family_checkpoints):
-    text, _ = written(family_checkpoints("llama").dense)
+def test_texts_end_where_the_model_ends_them(dense):
+    text, _ = written(dense)
     ends, starts = (text.ids == 2).nonzero().flatten()[:-1] + 1, (text.ids == 1).nonzero().flatten()
     assert len(ends) > 5
     assert set(ends.tolist()) <= set(starts.tolist())
 
 
-def test_a_chat_model_writes_half_as_conversations(family_checkpoints, cache, tmp_path):
-    folder = shutil.copytree(family_checkpoints("llama").dense, tmp_path / "chat")
+def test_a_chat_model_writes_half_as_conversations(dense, cache, tmp_path):
+    folder = shutil.copytree(dense, tmp_path / "chat")
     write_byte_tokenizer(folder, "[user]{{ messages[0]['content'] }}[model]")
     text, _ = written(folder)
     plain, chat = text.ids[:2048], text.ids[2048:]
@@ -109,8 +112,7 @@ def test_a_chat_model_writes_half_as_conversations(family_checkpoints, cache, tm
     assert {p.name[:4] for p in cache.rglob("*.safetensors")} == {"text", "chat"}
 
 
-def test_a_checkpoint_is_the_same_again_and_its_report_names_the_text(family_checkpoints, cache, tmp_path):
-    dense = family_checkpoints("llama").dense
+def test_a_checkpoint_is_the_same_again_and_its_report_names_the_text(dense, cache, tmp_path):
     list(pipeline.run(dense, recipe(), tmp_path / "a"))
     for path in cache.rglob("*.safetensors"):
         path.unlink()
@@ -142,8 +144,8 @@ def test_without_a_text_it_is_the_default_where_it_is_quick(family, quick, famil
             own_text.whole(outlook, None)
 
 
-def test_a_model_that_writes_empty_texts_falls_back_to_the_bundled_text(family_checkpoints, tmp_path):
-    dense = shutil.copytree(family_checkpoints("llama").dense, tmp_path / "silent")
+def test_a_model_that_writes_empty_texts_falls_back_to_the_bundled_text(dense, tmp_path):
+    dense = shutil.copytree(dense, tmp_path / "silent")
     (dense / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(160))}))
     with pytest.raises(UnsupportedError, match="writes only empty texts"):
         list(pipeline.run(dense, recipe(), tmp_path / "a"))
@@ -151,8 +153,7 @@ def test_a_model_that_writes_empty_texts_falls_back_to_the_bundled_text(family_c
     assert json.loads((tmp_path / "b" / "lowq_report.json").read_text())["calibration"]["text"] == "bundled"
 
 
-def test_where_the_model_does_not_fit_a_quick_copy_writes(family_checkpoints, cache, monkeypatch):
-    dense = family_checkpoints("llama").dense
+def test_where_the_model_does_not_fit_a_quick_copy_writes(dense, cache, monkeypatch):
     with open_source(dense) as source:
         outlook = own_text_plan.outlook(str(dense), source, recipe(), CPU)
         monkeypatch.setattr(own_text_plan, "available_memory", lambda: source.nbytes - 1)
@@ -170,8 +171,7 @@ def test_where_the_model_does_not_fit_a_quick_copy_writes(family_checkpoints, ca
     assert not list(cache.rglob("copy*"))
 
 
-def test_a_quick_copy_is_its_process_alone_and_goes_when_that_was_killed(family_checkpoints):
-    dense = family_checkpoints("llama").dense
+def test_a_quick_copy_is_its_process_alone_and_goes_when_that_was_killed(dense):
     with open_source(dense) as source:
         outlook = replace(own_text_plan.outlook(str(dense), source, recipe(), CPU), bits=8)
     with unfinished(outlook.folder / own_text.COPY) as theirs:
@@ -191,9 +191,9 @@ def test_a_quick_copy_is_its_process_alone_and_goes_when_that_was_killed(family_
     assert not list(outlook.folder.glob("copy*"))
 
 
-def test_for_a_budget_of_bits_the_text_is_there_before_it_is_measured(family_checkpoints, tmp_path):
+def test_for_a_budget_of_bits_the_text_is_there_before_it_is_measured(dense, tmp_path):
     more = {"bits": None, "bpw": 7.5}
-    with prepare(family_checkpoints("llama").dense, recipe(**more), tmp_path / "o", device="cpu") as prepared:
+    with prepare(dense, recipe(**more), tmp_path / "o", device="cpu") as prepared:
         assert prepared.text.name == "self"
         assert prepared.mixed.in_nats
 
@@ -231,10 +231,9 @@ list(pipeline.run({model!r}, made, {out!r}))
 """
 
 
-def test_killed_while_it_writes_it_goes_on_with_the_same_bytes(family_checkpoints, cache, tmp_path):
-    dense = family_checkpoints("llama").dense
+def test_killed_while_it_writes_it_goes_on_with_the_same_bytes(dense, cache, tmp_path):
     script = KILLED.format(model=str(dense), out=str(tmp_path / "a"))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = forking.script(script)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not (tmp_path / "a").exists()  # nothing half-written where the checkpoint will be
     kept = {p: p.stat().st_mtime_ns for p in cache.rglob("text-*.safetensors")}
@@ -248,16 +247,10 @@ def test_killed_while_it_writes_it_goes_on_with_the_same_bytes(family_checkpoint
     assert files(tmp_path / "a") == files(tmp_path / "b")
 
 
-def test_the_command_shows_the_writing(family_checkpoints, tmp_path, monkeypatch):
+def test_the_command_shows_the_writing(dense, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = ["--bits", "3", "--group", "16", "--method", "gptq", "--calib", "self", "--calib-tokens", "4096", "--out", "o"]
-    result = CliRunner().invoke(app, ["quantize", str(family_checkpoints("llama").dense), *flags])
+    result = CliRunner().invoke(app, ["quantize", str(dense), *flags])
     assert result.exit_code == 0, result.output
     assert "calibrated on the model's own text, 4,096 tokens, seed 0: about" in " ".join(result.output.split())
     assert "of its own text" in result.output
-
-
-def test_threads_are_as_before(family_checkpoints):
-    before = torch.get_num_threads()
-    written(family_checkpoints("llama").dense)
-    assert torch.get_num_threads() == before

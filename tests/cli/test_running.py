@@ -7,14 +7,13 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
+import forking
 import pytest
 
 from lowq_cli import running
 from lowq_cli.running import Declined
 
-LOWQ = Path(sys.executable).with_name("lowq")
 PROMPTS = ("Once upon a time", "The king", "In the morning she went")
 
 
@@ -25,8 +24,7 @@ def home(tmp_path, monkeypatch):
 
 
 def lowq(*args, code=0, **how):
-    line = [str(LOWQ), *map(str, args)]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=300, **how)
+    done = forking.lowq(*args, **how)
     assert done.returncode == code, done.stderr
     return done
 
@@ -37,6 +35,15 @@ def left_behind(home):
     while list((home / "state" / "lowq" / "run").glob("*.sock")):
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+def heavy_libraries(*words):
+    """Libraries that a command imports."""
+    code = "import sys\nfrom lowq_cli import main\nassert main.main(sys.argv[1:]) == 0\n"
+    code += "print(sorted({n.partition('.')[0] for n in sys.modules} & {'torch', 'transformers', 'numpy', 'uvicorn', 'http'}))"
+    done = subprocess.run([sys.executable, "-P", "-c", code, *map(str, words)], capture_output=True, text=True, timeout=120)
+    assert "by the running server" in done.stderr
+    return done.stdout.splitlines()[-1]
 
 
 @pytest.mark.slow
@@ -50,6 +57,7 @@ def test_the_same_text_comes_from_the_process_that_was_left_behind(home):
     first = lowq("generate", "demo", "--prompt", PROMPTS[0], *how, "--keep-alive", "5m")
     assert "by the running server (process" in first.stderr
     assert first.stdout == alone[0]
+    assert heavy_libraries("generate", "demo", "--prompt", PROMPTS[0], *how) == "[]"
     assert [lowq("generate", "demo", "--prompt", p, *how).stdout for p in PROMPTS] == alone
     assert lowq("generate", "demo", "--prompt", PROMPTS[0], "--stop", "the", *how).stdout == ended
 
@@ -95,19 +103,6 @@ def test_a_server_that_cannot_stay_is_reported(home):
     how = ["--device", "cpu", "--max-new-tokens", "2"]
     output = lowq("generate", "demo", "--prompt", "Once", *how, "--draft", "none", "--keep-alive", "1m").stderr
     assert "no server is left running: --threads, --draft" in output
-
-
-def test_no_heavy_library_is_imported_before_the_text(home):
-    how = ["--device", "cpu", "--max-new-tokens", "2"]
-    lowq("generate", "demo", "--prompt", "Once", *how, "--keep-alive", "1m")
-    code = "import sys\nfrom lowq_cli import main\nassert main.main(sys.argv[1:]) == 0\n"
-    code += "print(sorted({n.partition('.')[0] for n in sys.modules} & {'torch', 'transformers', 'numpy', 'uvicorn', 'http'}))"
-    line = [sys.executable, "-P", "-c", code, "generate", "demo", "--prompt", "Once", *how]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120)
-    assert "by the running server" in done.stderr
-    assert done.stdout.endswith("[]\n"), done
-    lowq("stop")
-    left_behind(home)
 
 
 def test_no_command_finds_a_socket_before_it_is_listened_at(home, monkeypatch):

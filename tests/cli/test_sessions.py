@@ -15,13 +15,13 @@ SAID = ("Once upon a time", "And then the king", "At last")
 
 
 def chat(*lines, flags=()):
-    return lowq(*HOW, *flags, input="".join(f"{line}\n" for line in lines)).stdout
+    return lowq(*HOW, *flags, given="".join(f"{line}\n" for line in lines)).stdout
 
 
 def test_it_goes_on_where_it_was_left(home):
     whole, flags = chat(*SAID), ("--session", "trip")
     begun = "".join(chat(line, flags=flags) for line in SAID[:2])
-    last = lowq(*HOW, *flags, input=f"{SAID[2]}\n")
+    last = lowq(*HOW, *flags, given=f"{SAID[2]}\n")
     assert begun + last.stdout == whole
     assert "continues after 4 messages, whose saved cache is used" in last.stderr
     kept, cache = sessions.path_of("trip"), sessions.cache_of("trip")
@@ -29,14 +29,14 @@ def test_it_goes_on_where_it_was_left(home):
     result = json.loads(kept.read_text())
     assert [m["content"] for m in result["messages"][::2]] == list(SAID)
     assert not kept.stat().st_mode & 0o077 or not kept.parent.parent.stat().st_mode & 0o077
-    output = lowq(*HOW, "--session", "trip", input="/new\n").stderr
+    output = lowq(*HOW, "--session", "trip", given="/new\n").stderr
     assert "continues after 6 messages" in output
     assert output.count("the saved cache of session trip is not used: it is damaged") == output.count("not used") == 1
     assert sessions.read("trip") == ("", [])
     assert not cache.exists()
     chat("Hello", flags=("--session", "told", "--system", "Be brief."))
     assert sessions.read("told")[0] == "Be brief."
-    assert "exists already" in lowq(*HOW, "--session", "told", "--system", "Be long.", code=2, input="").stderr
+    assert "exists already" in lowq(*HOW, "--session", "told", "--system", "Be long.", code=2, given="").stderr
 
 
 @pytest.mark.slow
