@@ -110,7 +110,7 @@ def test_it_learns_all_guesses(model):
 
 
 def planned(folder, out, **more):
-    how = {"tokens": 1024, "text": "bundled", "vocabulary": 512, "seed": 3, "device": "cpu", **more}
+    how = {"tokens": 512, "text": "bundled", "vocabulary": 512, "seed": 3, "device": "cpu", **more}
     return training.plan_training(str(folder), str(out), **how)
 
 
