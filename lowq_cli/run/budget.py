@@ -135,9 +135,7 @@ def probe(plan: Plan, device: torch.device, workers: int) -> float:
 
 
 @cache
-def _sampled(
-    method: str | None, scheme: Scheme, dtype: torch.dtype, device: torch.device, workers: int, weights: int
-) -> float:
+def _sampled(method: str | None, scheme: Scheme, dtype: torch.dtype, device: torch.device, workers: int, weights: int) -> float:
     """Seconds per weight, timed once per process: a run makes several plans, and a sample takes 50 ms."""
     quantize, K = partial(quantizers.get(method), scheme=scheme, dtype=dtype), scheme.group_size
     W = torch.randn(max(1, weights // K), K, generator=torch.Generator().manual_seed(0)).to(device, dtype)

@@ -9,9 +9,12 @@ import torch
 import torch.distributed as dist
 
 import lowq
+from lowq_cli import hf
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.load import load_model
 from lowq_packers.errors import LowqError
+
+hf.leave_out()
 
 
 def through_lowq(folder):

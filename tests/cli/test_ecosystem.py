@@ -118,6 +118,7 @@ FIRST = [  # what such a process imports first of transformers, which imports to
 FORKS = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
+sys.modules.update(hqq=None, sklearn=None)  # transformers would import them, which takes 3 s in each fork
 import torch
 for first in sys.argv[3:]:  # a fork for each: torch takes most of the time
     if pid := os.fork():

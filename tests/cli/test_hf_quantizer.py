@@ -43,7 +43,8 @@ def distance(y: torch.Tensor, ref: torch.Tensor) -> float:
 
 
 def python(code: str, *args: object) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-P", "-c", code, *map(str, args)]
+    lean = "import sys; sys.modules.update(hqq=None, sklearn=None)\n"  # transformers would import them, which takes 3 s
+    line = [sys.executable, "-P", "-c", lean + code, *map(str, args)]
     env = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # an installed lowq would register itself
     return subprocess.run(line, capture_output=True, text=True, timeout=120, env=env, check=False)
 

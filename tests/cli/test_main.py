@@ -75,14 +75,14 @@ def test_help_and_typos_import_nothing_heavy(args):
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
 )
-def test_a_mistyped_command_is_one_line_and_with_json_one_object(args, said):
-    done = run(*args)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert said in done.stderr
-    assert "--help" in done.stderr
-    result = json.loads(run(args[0], "--json", *args[1:]).stdout)
-    assert result["exit_code"] == 2
+def test_a_mistyped_command_is_one_line_and_with_json_one_object(args, said, capsys):
+    code, (out, err) = main.main(args), capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert len(err.strip().splitlines()) == 1
+    assert said in err
+    assert "--help" in err
+    main.main([args[0], "--json", *args[1:]])
+    assert json.loads(capsys.readouterr().out)["exit_code"] == 2
 
 
 def test_a_bare_lowq_is_its_help():
@@ -176,11 +176,11 @@ def test_a_closed_reader_is_not_an_error(reader):
 
 
 @pytest.mark.parametrize("command", [c.name for c in main.app.registered_commands])
-def test_every_command_has_help_with_examples(command):
-    done = run(command, "--help")
-    assert done.returncode == 0
-    assert "Examples:" in done.stdout
-    assert f"lowq {command}" in done.stdout
+def test_every_command_has_help_with_examples(command, capsys):
+    assert main.main([command, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "Examples:" in out
+    assert f"lowq {command}" in out
 
 
 def test_errors_are_one_line_and_an_exit_code(tmp_path):

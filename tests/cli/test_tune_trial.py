@@ -16,9 +16,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def made(short_demo, tmp_path_factory):
     out = tmp_path_factory.mktemp("made") / "demo"
-    quantize("demo", out=out, bits=4, group=64, method="rtn")
+    quantize(short_demo, out=out, bits=4, group=64, method="rtn")
     return out
 
 
