@@ -23,8 +23,7 @@ def made(short_demo, tmp_path_factory):
 
 
 @pytest.fixture
-def folder(made, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def folder(made, own_cache, tmp_path):
     shutil.copytree(made, tmp_path / "demo")
     yield tmp_path / "demo"
     tuning.forget()
