@@ -71,6 +71,8 @@ def name_device(device: str) -> NamedDevice:
 def _checked(chosen: AnyDevice, requested: object, there: int) -> AnyDevice:
     if chosen.type not in ("cpu", "cuda"):
         raise UsageError(f"lowq does not run on device {requested!r}; use auto, cpu or cuda")
+    if chosen.type == "cpu" and chosen.index:
+        raise UsageError(f"device {requested} does not exist: torch has one CPU device; use --device cpu")
     if chosen.type == "cuda" and (chosen.index or 0) >= there:
         raise UnsupportedError(
             f"device {requested} was asked for, but torch can use {there} CUDA GPU(s) here; use --device cpu"

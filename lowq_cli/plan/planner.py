@@ -60,6 +60,7 @@ def make_plan(source: Source, recipe: Recipe, shard_size: int = SHARD_SIZE) -> P
     refuse_empty(source, role_of)
     notes = [*source.notes, *wordless(source)]
     candidates = candidates_of(source, role_of)
+    _check_parts(recipe, {c.kind for c in candidates}, source)
     requests = _requests(recipe, candidates)
     head, stored_head = _tied_head(source, role_of, recipe, requests, candidates)
     if head and (decision := _decide(head, recipe, Request(recipe.head))).scheme is None:
@@ -128,6 +129,14 @@ def _requests(recipe: Recipe, candidates: list[Candidate]) -> dict[str, Request]
         for name in matches(pattern, owners):
             requests |= dict.fromkeys(owners[name], request)
     return requests
+
+
+def _check_parts(recipe: Recipe, kinds: Collection[str], source: Source) -> None:
+    """Raise UsageError if the recipe quantizes a part of the model by its name, and the model has none."""
+    for name, part in (("embedding", "input embedding"), ("vision", "vision tower")):
+        bits = getattr(recipe, name)
+        if bits != "keep" and name not in kinds:
+            raise UsageError(f"{name} {bits}: {source.name} has no {part} to quantize; leave --{name} out")
 
 
 def _decide(c: Candidate, recipe: Recipe, request: Request) -> Decision:

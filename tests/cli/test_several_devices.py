@@ -8,7 +8,7 @@ import torch
 from folders import files
 
 from lowq_cli import workers
-from lowq_cli.devices import pick_devices
+from lowq_cli.devices import name_device, pick_device, pick_devices
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.quantizers import _slabs
 from lowq_cli.run import budget, pipeline, transform
@@ -26,6 +26,14 @@ def test_names_of_devices():
     if not torch.cuda.is_available():
         with pytest.raises(UnsupportedError, match="0 CUDA"):
             pick_devices("cuda:0,cuda:1")
+
+
+@pytest.mark.parametrize("pick", [pick_device, name_device])
+def test_a_cpu_has_one_number(pick):
+    assert str(pick("cpu")) == "cpu"
+    assert str(pick("cpu:0")) == "cpu:0"
+    with pytest.raises(UsageError, match="device cpu:7 does not exist: torch has one CPU device; use --device cpu"):
+        pick("cpu:7")
 
 
 @pytest.mark.gpu
