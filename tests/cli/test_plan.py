@@ -9,6 +9,8 @@ import pytest
 from lowq_cli.files import source as source_module
 from lowq_cli.files.quant_config import expand
 from lowq_cli.files.source import open_source
+from lowq_cli.hf.load import load_model
+from lowq_cli.interop.foreign import foreign_matrices
 from lowq_cli.plan.plan import default_out, output_config
 from lowq_cli.plan.planner import assign, make_plan
 from lowq_cli.plan.recipe import make_recipe
@@ -106,6 +108,20 @@ def test_a_k_that_no_group_divides_is_kept_unless_per_channel(family_checkpoints
             make_plan(source, make_recipe(overrides=["down_proj=8"]))
 
 
+@pytest.mark.parametrize("section", [{}, {"bits": 4}, [], {"quant_method": None}])
+def test_a_quantization_config_without_a_method_says_what_to_do(section, family_checkpoints, tmp_path):
+    dense = family_checkpoints("llama").dense
+    for path in dense.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    config = json.loads((dense / "config.json").read_text()) | {"quantization_config": section}
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with open_source(tmp_path) as source:
+        for refuse in (foreign_matrices, load_model, lambda source: make_plan(source, make_recipe(), 1 << 30)):
+            with pytest.raises(UnsupportedError, match=r"names no quant_method; remove that entry if the weights are plain"):
+                refuse(source)
+
+
 def test_nothing_to_quantize_says_why(family_checkpoints):
     """K = 90 in all layers: the way out is --group channel, which only the hidden plan named before."""
     with open_source(family_checkpoints("llama").dense) as source:
@@ -158,6 +174,12 @@ def test_a_tied_head_is_written_separately_only_when_asked(family_checkpoints, p
         assert output_config(source, plan)["tie_word_embeddings"] is False
     with pytest.raises(UsageError, match="is quantized already"):
         plan_of("llama-tied", lm_head=8, overrides=["embed_tokens=8"])
+
+
+def test_a_part_that_the_model_does_not_have_is_refused(plan_of):
+    assert plan_of("llama", vision="keep", embedding=4)
+    with pytest.raises(UsageError, match=r"vision 4: .* has no vision tower to quantize; leave --vision out"):
+        plan_of("llama", vision=4)
 
 
 def test_low_coverage_is_warned_of(plan_of):
