@@ -1,5 +1,6 @@
 """lowq batch: a file of requests in the form of OpenAI's batches -> a file of answers."""
 
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
@@ -41,6 +42,7 @@ def batch(
     from lowq_cli.serving.http import batch_file as batches
     from lowq_cli.serving.http.opening import Arguments, Opening
 
+    signal.signal(signal.SIGTERM, _leave)
     if file == "-" and out is None:
         raise UsageError("answers to requests from stdin need a file; name it with --out")
     lines = batches.read(_text(file), file)
@@ -62,6 +64,11 @@ def batch(
         console.out_json({**counts, "requests": len(lines), "out": str(target)})
     refused = f", {counts['refused']} refused (their lines say why)" if counts["refused"] else ""
     console.say(f"{counts['answered']} requests answered{refused}; {target}")
+
+
+def _leave(number: int, frame: object) -> None:
+    """End as after an error, which removes a file without answers."""
+    raise SystemExit(128 + number)
 
 
 def _text(file: str) -> str:

@@ -36,8 +36,9 @@ def ready(
         torch.set_num_threads(threads())
         # set before torch's first allocation: with 2 MB pages a token of a 1B model in 4 bits takes 36 ms instead of 39
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-        build_kernels(notice)
     with open_source(runnable(folder)) as source:
+        if chosen.type == "cpu":
+            build_kernels(notice)  # takes up to minutes: after the mistakes that opening a source finds
         if source.folder is not None:
             tuning.use(source.folder, chosen, notice)  # before loading: the table also selects the layout of each shape
         try:

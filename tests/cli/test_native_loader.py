@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from lowq_cli.engine import native_loader, plan, rope, stream
+from lowq_cli.engine import native_loader, open_model, plan, rope, stream
 from lowq_cli.engine.contents import contents_of
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.native import NativeDecoder
@@ -29,7 +29,7 @@ from lowq_kernels.modules.joined import SideBySide
 from lowq_packers.arch import families
 from lowq_packers.arch.config import NotPlain, read_config
 from lowq_packers.arch.parts import Rope, walk
-from lowq_packers.errors import DamagedError, LowqError
+from lowq_packers.errors import DamagedError, LowqError, NotFoundError
 from lowq_packers.scheme import Scheme
 
 CPU = torch.device("cpu")
@@ -241,6 +241,17 @@ def test_attention_of_another_kind_is_the_one_of_transformers(tmp_path, family, 
         model = load_model(source, CPU)
     assert why in str(plan.why_not(model))
     assert type(model) is type(AutoModelForCausalLM.from_pretrained(folder))
+
+
+def test_a_model_that_is_not_there_is_refused_before_kernels_compile(tmp_path, monkeypatch):
+    """Compiling takes a minute on two cores."""
+    compiled = []
+    monkeypatch.setattr(open_model, "build_kernels", compiled.append)
+    with pytest.raises(NotFoundError):
+        ready(str(tmp_path / "none"), "cpu")
+    assert not compiled
+    ready("demo", "cpu")
+    assert compiled
 
 
 def test_a_class_of_another_model_type_is_not_taken(tmp_path):

@@ -137,3 +137,17 @@ def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path):
     assert done.returncode == 3
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "f.answers.jsonl").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_batch_that_is_ended_before_its_first_answer_leaves_no_file(number, talk, tmp_path):
+    file, out = tmp_path / "f.jsonl", tmp_path / "f.answers.jsonl"
+    file.write_text(request("a", {"prompt": "x", "max_tokens": 4096, "ignore_eos": True}))
+    process = subprocess.Popen([LOWQ, "batch", file, talk, "--device", "cpu"], stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 120
+    while not out.exists():
+        assert time.monotonic() < until
+        assert process.poll() is None
+    process.send_signal(number)
+    assert process.wait(60) == 128 + number
+    assert not out.exists()
