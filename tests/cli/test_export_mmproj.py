@@ -2,20 +2,26 @@
 
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import lowq
+from lowq_cli.files.checkpoint import CheckpointTensor
+from lowq_cli.interop.export_checks import check
 from lowq_cli.interop.exporter import export
 from lowq_cli.main import main
 from lowq_cli.run.pipeline import quantize
+from lowq_packers import formats
 from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.formats.gguf import permute_heads
+from lowq_packers.scheme import Scheme
 
 sys.path.append(str(Path(__file__).parents[1] / "families"))
 import sighted
@@ -67,6 +73,26 @@ def exported(request, tmp_path_factory):
     assert "mmproj-m.gguf" in done.notes[0]
     assert export(at / "m", "gguf", at / "m.gguf").already_done
     return request.param, at / "m", at / "m.gguf"
+
+
+@pytest.mark.parametrize("to", ["gguf", "mlx"])
+@pytest.mark.parametrize(
+    ("name", "K", "keep"),
+    [
+        ("model.visual.blocks.0.mlp.linear_fc2", 48, "--vision keep"),
+        ("model.visual.merger.linear_fc1", 48, "--override 'model.visual.merger.linear_fc1=keep'"),
+        ("model.layers.0.mlp.down_proj", 48, "--override 'model.layers.0.mlp.down_proj=keep'"),
+        ("model.visual.blocks.0.mlp.linear_fc2", 96, ""),
+    ],
+)
+def test_a_group_that_a_format_does_not_hold_has_a_way_out_that_helps(to, name, K, keep):
+    """48 weights of a row have no group of 32, and 96 none of 64."""
+    shapes = {"model.layers.1.mlp.up_proj": (64, 96), name: (64, K)}
+    like = [CheckpointTensor(n, shape, Scheme(4, 16, "none"), "F16", 1) for n, shape in shapes.items()]
+    checkpoint = SimpleNamespace(config={"model_type": "llama"}, tensors=like)
+    way = rf"no group that .* holds divides K=48; nearest: {re.escape(keep)}" if keep else "nearest: --group 32"
+    with pytest.raises(UnsupportedError, match=rf"{way} \(2 such weights\)"):
+        check(checkpoint, formats.get(to))
 
 
 def test_a_tower_by_the_names_of_llama_cpp(exported):
