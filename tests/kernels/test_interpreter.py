@@ -92,3 +92,45 @@ def test_after_a_launch_the_language_is_triton_s_again():
     assert {name: getattr(tl, name) for name in before} == before
     with pytest.raises(ValueError, match="outside of JIT"):
         tl.arange(0, 4)
+
+
+@triton.jit
+def _of_all_kinds(x_ptr, n_ptr, y_ptr, m, DTYPE: tl.constexpr):
+    """Blocks with blocks of other shapes, with scalars and constants, of other types, in most operations."""
+    at = tl.arange(0, 8)
+    x, n = tl.load(x_ptr + at), tl.load(n_ptr + at, mask=at < 7, other=3)
+    first, rows, columns = tl.load(x_ptr), x[:, None], (x * 2 + m)[None, :]
+    y = (
+        (rows + columns) * 0.37
+        - first / (columns + 9)
+        + tl.where(rows < columns, rows, -1.5)
+        + tl.where(n[None, :] > m, 0, rows)
+    )
+    y += (
+        (rows.to(DTYPE) / columns.to(DTYPE)).to(tl.float32)
+        + columns.to(DTYPE).to(tl.float32)
+        + x.to(tl.float16).to(DTYPE) * rows.to(DTYPE)
+    )
+    y += (
+        ((n // 3 << 2 | 1) ^ n % 5)[:, None]
+        + (n.to(tl.uint32) >> 1)[None, :].to(tl.int32)
+        + (-n >> 1)[:, None]
+        + (7 - n & m)[:, None]
+    )
+    y += tl.maximum(rows, 0.25) + tl.minimum(x, columns) + tl.clamp(columns, -1.0, 1.0) + tl.math.fma(rows, columns, 0.5)
+    y += tl.sum(y, 1)[:, None] + tl.max(tl.trans(y), 1) + tl.cumsum(x, 0) + tl.full((8, 1), 2, tl.float16) + tl.dot(y, y)
+    y = tl.where(m > 1, y, first) + tl.where(m > 9, 1.0, y) + tl.broadcast_to(first, (8, 8)) + tl.zeros((1, 8), tl.float32)
+    tl.store(y_ptr + at[:, None] * 8 + at[None, :], y, mask=(at[:, None] < m) | (at == 7)[None, :])
+    tl.store(y_ptr + 64 + at, n.to(tl.float32) + at, mask=at != 3)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_operations_of_all_kinds_give_tritons_bits(dtype):
+    g = torch.Generator().manual_seed(1)
+    x, n = torch.randn(8, generator=g), torch.randint(0, 99, (8,), generator=g, dtype=torch.int32)
+    ours, theirs = torch.full((72,), float("nan")), torch.full((72,), float("nan"))
+    _of_all_kinds[(1,)](x, n, ours, 5, getattr(tl, dtype))
+    with interpreter.unpatched():
+        _of_all_kinds[(1,)](x, n, theirs, 5, getattr(tl, dtype))
+    assert torch.equal(ours.view(torch.int32), theirs.view(torch.int32))
+    assert ours.isnan().sum() == 22
