@@ -5,6 +5,7 @@ A name is a model_type, or one with a variant: "deepseek_v2/groups".
 """
 
 from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import torch
@@ -216,8 +217,16 @@ def model(name: str, seed: int = 0, made_of: Any = None, **more: Any) -> PreTrai
 
     made_of: its config, where it is not that of the name.
     """
+    return _made(seed, made_of or config(name, **more)) if made_of or more else deepcopy(_of_name(name, seed))
+
+
+@cache
+def _of_name(name: str, seed: int) -> PreTrainedModel:
+    return _made(seed, config(name))
+
+
+def _made(seed: int, c: Any) -> PreTrainedModel:
     torch.manual_seed(seed)
-    c = made_of or config(name, **more)
     made = auto(c).from_config(c, dtype=torch.float32, attn_implementation="eager").eval()
     for tensor_name, t in made.state_dict().items():
         if t.is_floating_point():
