@@ -4,10 +4,13 @@ import json
 import queue
 import random
 from types import SimpleNamespace
+from weakref import WeakKeyDictionary
 
 import torch
 from safetensors.torch import save_file
 
+from lowq_cli.engine import stream
+from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.serving.continuous import ContinuousEngine
 from lowq_cli.serving.draft_costs import DraftCosts
 from lowq_cli.serving.engines import engine_of
@@ -29,6 +32,19 @@ def build(kind, **settings):
         p.data *= 4 if p.dim() > 1 and "embed" not in path else 1
     model.generation_config.eos_token_id = None
     return model
+
+
+ALONE = WeakKeyDictionary()  # model -> answers that were computed for it
+
+
+def alone(model, prompt, n=12, kv="16", tokenizer=TOKENIZER, **how):
+    """The answer of one text by a decoder of its own, computed once for all tests."""
+    made, case = ALONE.setdefault(model, {}), (tuple(prompt), n, kv, *sorted(how.items()))
+    if case not in made:
+        text = stream(model, tokenizer, prompt, max_new_tokens=n, decoder=decoder_of(model, kv), draft="none", **how)
+        list(text)
+        made[case] = text.tokens[0]
+    return made[case]
 
 
 class Client:

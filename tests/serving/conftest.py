@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,8 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-
-from lowq_cli.files.source import DEMO
+from shallow import shallow
 
 LOWQ = Path(sys.executable).with_name("lowq")
 TEMPLATE = """{% if tools %}<tools>{{ tools | tojson }}</tools>{{ '\\n' }}{% endif %}
@@ -84,9 +82,8 @@ def begin(folder, *flags, ready=True):
 
 @pytest.fixture(scope="session")
 def talk(tmp_path_factory):
-    """A folder: the bundled model, and a template to chat with it."""
-    folder = tmp_path_factory.mktemp("models") / "talk"
-    shutil.copytree(DEMO, folder, ignore=shutil.ignore_patterns("*.py", "*.txt", "__pycache__"))
+    """A folder: the bundled model without most of its layers, and a template to chat with it."""
+    folder = shallow(tmp_path_factory.mktemp("models") / "talk")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 

@@ -1,10 +1,8 @@
 """Many requests at once: each answered as if it were alone."""
 
 import pytest
-from asking import TOKENIZER, Client, build, prompts
+from asking import Client, alone, build, prompts
 
-from lowq_cli.engine import stream
-from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.serving.request import Busy, Draw, Request
 from lowq_packers.errors import UnsupportedError, UsageError
 
@@ -32,12 +30,6 @@ def client(model, request):
         c.engine.stop(0)
 
 
-def alone(model, prompt, n=12, kv="16", **how):
-    g = stream(model, TOKENIZER, prompt, max_new_tokens=n, decoder=decoder_of(model, kv), **how)
-    list(g)
-    return g.tokens[0]
-
-
 LENGTHS = (3, 130, 64, 65, 1, 200, 17, 63, 128, 40)
 
 
@@ -61,10 +53,10 @@ def test_each_answer_is_the_one_of_the_prompt_alone(kind, deterministic, client,
 @pytest.mark.parametrize(("tokens", "kv"), [(192, "16"), (320, "16"), (192, "fp8"), (192, "4")])
 def test_a_cache_too_small_for_all_answers_all_the_same(model, client, tokens, kv):
     """Texts give back their blocks and are computed again."""
-    prompt_ids = prompts(*(30 + 7 * i for i in range(8)), seed=5)
-    c = client(running=6, cache_tokens=tokens, kv=kv)
-    expected = [alone(model, p, 90, kv) for p in prompt_ids]
-    assert c.tokens(*[c.ask(p, 90) for p in prompt_ids]) == expected
+    prompt_ids = prompts(*(30 + 11 * i for i in range(5)), seed=5)
+    c = client(running=4, cache_tokens=tokens, kv=kv)
+    expected = [alone(model, p, 60, kv) for p in prompt_ids]
+    assert c.tokens(*[c.ask(p, 60) for p in prompt_ids]) == expected
     assert c.engine.stats().preemptions > 0
     assert c.engine.stats().blocks_used == 0
 
@@ -76,10 +68,10 @@ def test_a_cache_in_few_bits_answers_each_as_alone(model, client, kv, determinis
     common = prompts(130)[0]
     requests = [*([*common, *p] for p in prompts(20, 9, 40)), *prompts(70, 33, 64)]
     drawn = {"temperature": 2.0, "seed": 5}  # greedy, models of random weights say much the same whatever they hold
-    expected = [alone(model, p, 40, kv, **drawn) for p in requests]
-    assert expected != [alone(model, p, 40, **drawn) for p in requests]
+    expected = [alone(model, p, 24, kv, **drawn) for p in requests]
+    assert expected != [alone(model, p, 24, **drawn) for p in requests]
     c = client(running=4, kv=kv, deterministic=deterministic, cache_tokens=256)
-    assert c.tokens(*[c.ask(p, 40, **drawn) for p in requests]) == expected
+    assert c.tokens(*[c.ask(p, 24, **drawn) for p in requests]) == expected
     assert c.engine.stats().prefix_hits + deterministic > 0
 
 

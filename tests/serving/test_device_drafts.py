@@ -3,9 +3,11 @@ text read whole, alone: among others, in pieces, from a beginning that the cache
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import asking
 import pytest
 import torch
 from asking import Client, Free
@@ -15,8 +17,6 @@ import publishing as pub
 from test_blocks import made as block
 from test_heads import WITH_MTP, eagle, native, states_of
 
-from lowq_cli.engine import stream
-from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.drafts import heads
 from lowq_cli.engine.drafts.drafter import DraftRows
 from lowq_cli.engine.drafts.drafter_choice import served
@@ -113,10 +113,7 @@ def client(both):
         c.engine.stop(0)
 
 
-def alone(model, prompt, n):
-    g = stream(model, WORDS, prompt, max_new_tokens=n, decoder=decoder_of(model), draft="none")
-    list(g)
-    return g.tokens[0]
+alone = partial(asking.alone, tokenizer=WORDS)
 
 
 def counted(c):
@@ -153,7 +150,7 @@ def reference(model, drafter, text, n, K):
 
 def test_answers_and_guesses_are_those_alone(both, client):
     model, drafter = both
-    texts = [(p, 20) for p in prompts(3, 70, 64, 40)]
+    texts = [(p, 12) for p in prompts(3, 70, 64, 40)]
     expected = [alone(model, *one) for one in texts]
     c = client(running=3)
     result, kept = asked(c, *texts)
@@ -203,7 +200,7 @@ def long_answer(model):
     """A prompt of more than two blocks whose answer does not end early."""
     for seed in range(9):
         [prompt] = prompts(130, seed=seed)
-        if len(answer := alone(model, prompt, 40)) == 40:
+        if len(answer := alone(model, prompt, 16)) == 16:
             return prompt, answer
     raise AssertionError("every answer ends early")
 
@@ -213,7 +210,7 @@ def test_a_beginning_from_the_cache_is_known_to_the_drafter(both, client):
     model, _ = both
     prompt, answer = long_answer(model)
     c = client(running=2)
-    (first, [once]), (again, [twice]) = (asked(c, (prompt, 40)) for _ in range(2))
+    (first, [once]), (again, [twice]) = (asked(c, (prompt, 16)) for _ in range(2))
     assert first == again == [answer]
     assert c.engine.stats().prefix_hits > 0
     both_times = {n for n, _ in once} & {n for n, _ in twice}
@@ -224,7 +221,7 @@ def test_a_beginning_from_the_cache_is_known_to_the_drafter(both, client):
 
 def test_drawn_texts_and_all_that_requests_ask_for_besides(both, client):
     model, _ = both
-    one, two, three = ((p, 24) for p in prompts(40, 33, 20, seed=6))
+    one, two, three = ((p, 12) for p in prompts(40, 33, 20, seed=6))
     plain = Client(model, running=3)
     draws = ({"temperature": 0.8, "seed": 11}, {}, {"logprobs": 1, "repetition_penalty": 1.3})
 

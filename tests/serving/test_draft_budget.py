@@ -9,10 +9,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from asking import TOKENIZER, Client, Free, build, prompts
+from asking import Client, Free, alone, build, prompts
 
-from lowq_cli.engine import stream
-from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.drafts.drafter import Guess
 from lowq_cli.engine.drafts.ngram import NGram
 from lowq_cli.serving.draft_budget import REMEMBERED, RUN, Answers, choose
@@ -72,12 +70,6 @@ def knowing(client, answers, seed=0):
     return client
 
 
-def alone(model, prompt, n):
-    g = stream(model, TOKENIZER, prompt, max_new_tokens=n, decoder=decoder_of(model), draft="none")
-    list(g)
-    return g.tokens[0]
-
-
 @pytest.fixture(scope="module", params=KINDS)
 def model(request):
     return build(request.param, **KINDS[request.param])
@@ -109,10 +101,10 @@ LENGTHS = (3, 130, 64, 65, 1, 200, 17, 63, 128, 40)
 
 def test_answers_are_those_alone_and_come_in_fewer_passes(model, client):
     asked = prompts(*LENGTHS)
-    wanted = {tuple(p): alone(model, p, 60 + i) for i, p in enumerate(asked)}
+    wanted = {tuple(p): alone(model, p, 30 + i) for i, p in enumerate(asked)}
     for running in (1, 4):
         c = client(wanted, running=running)
-        numbers = [c.ask(p, 60 + i) for i, p in enumerate(asked)]
+        numbers = [c.ask(p, 30 + i) for i, p in enumerate(asked)]
         assert c.tokens(*numbers) == list(wanted.values())
         s = counted(c)
         assert s.steps < sum(map(len, wanted.values()))
@@ -124,38 +116,41 @@ def test_answers_are_those_alone_and_come_in_fewer_passes(model, client):
 
 def test_thirty_two_at_once(model, client):
     asked = prompts(*(5 + 3 * i for i in range(32)), seed=9)
-    wanted = {tuple(p): alone(model, p, 40) for p in asked}
+    plain = Client(model, running=32)
+    wanted = dict(zip(map(tuple, asked), plain.tokens(*[plain.ask(p, 30) for p in asked]), strict=True))
+    plain.engine.stop(0)
+    assert [wanted[tuple(p)] for p in asked[::8]] == [alone(model, p, 30) for p in asked[::8]]
     c = client(wanted, running=32)
-    assert c.tokens(*[c.ask(p, 40) for p in asked]) == list(wanted.values())
+    assert c.tokens(*[c.ask(p, 30) for p in asked]) == list(wanted.values())
     counted(c)
 
 
 def test_a_beginning_from_the_cache_goes_on_as_one_that_was_computed(model, client):
     """Also one that a draft crossed, and the next turn of a conversation, over and over (snapshots at blocks' ends)."""
     prompt = prompts(100, seed=4)[0]
-    answer = alone(model, prompt, 320)
-    more = prompt + answer[:290] + [5, 6, 7]
+    answer = alone(model, prompt, 180)
+    more = prompt + answer[:160] + [5, 6, 7]
     wanted = {tuple(prompt): answer, tuple(more): alone(model, more, 30)}
     plain = Client(model, running=3)
-    for p, n in ((prompt, 320), (more, 30)) * 3:
+    for p, n in ((prompt, 180), (more, 30)) * 2:
         plain.tokens(plain.ask(p, n))
     hits = plain.engine.stats().prefix_hits
     plain.engine.stop(0)
-    for seed in range(3):
+    for seed in range(2):
         c = client(wanted, seed, running=3)
-        for _ in range(3):
-            assert c.tokens(c.ask(prompt, 320)) == [answer]
+        for _ in range(2):
+            assert c.tokens(c.ask(prompt, 180)) == [answer]
             assert c.tokens(c.ask(more, 30)) == [wanted[tuple(more)]]
         assert c.engine.stats().prefix_hits == hits > 0
         counted(c)
 
 
 def test_a_cache_too_small_for_all(model, client):
-    asked = prompts(*(30 + 7 * i for i in range(8)), seed=5)
-    wanted = {tuple(p): alone(model, p, 90) for p in asked}
-    for seed in range(3):
-        c = client(wanted, seed, running=6, cache_tokens=448)
-        assert c.tokens(*[c.ask(p, 90) for p in asked]) == list(wanted.values())
+    asked = prompts(*(30 + 11 * i for i in range(5)), seed=5)
+    wanted = {tuple(p): alone(model, p, 70) for p in asked}
+    for seed in range(2):
+        c = client(wanted, seed, running=5, cache_tokens=320)
+        assert c.tokens(*[c.ask(p, 70) for p in asked]) == list(wanted.values())
         counted(c)
 
 

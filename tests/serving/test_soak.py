@@ -5,15 +5,22 @@ that of its prompt alone.
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from shallow import shallow
 
 SCRIPT = Path(__file__).parents[1] / "fuzz" / "soak.py"
 
 
-def soak(*args):
-    line = [sys.executable, SCRIPT, "demo", "--device", "cpu", *map(str, args)]
+@pytest.fixture(scope="module")
+def soak(tmp_path_factory):
+    return partial(run, shallow(tmp_path_factory.mktemp("soak") / "one", layers=1))
+
+
+def run(model, *args):
+    line = [sys.executable, SCRIPT, model, "--device", "cpu", *map(str, args)]
     done = subprocess.run(line, capture_output=True, text=True, timeout=900)
     assert done.stdout, done.stderr
     row = json.loads(done.stdout)
@@ -21,7 +28,7 @@ def soak(*args):
     return row
 
 
-def test_nothing_is_lost_or_mixed_up():
+def test_nothing_is_lost_or_mixed_up(soak):
     """With a cache for a few of the longest texts, so that requests wait; this seed asks each kind of bad request."""
     requests = ["--requests", "160", "--prompts", "12", "--users", "12", "--seed", "7", "--tokens", "10"]
     row = soak(*requests, "--args=--deterministic --cache-tokens 512")
@@ -33,7 +40,7 @@ def test_nothing_is_lost_or_mixed_up():
 
 
 @pytest.mark.slow
-def test_nothing_is_lost_where_the_cache_is_too_small():
+def test_nothing_is_lost_where_the_cache_is_too_small(soak):
     """Texts give back their blocks and are computed again."""
     requests = ["--requests", "24", "--prompts", "6", "--users", "12", "--seed", "3", "--tokens", "150"]
     row = soak(*requests, "--args=--deterministic --cache-tokens 700")
