@@ -32,7 +32,7 @@ from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.drafts import heads
 from lowq_cli.engine.precompiling import launches
 from lowq_cli.engine.sampling import Sampling
-from lowq_cli.engine.stream import _Fetch
+from lowq_cli.engine.stream import Fetch
 from lowq_kernels.dispatch.precompile import launch_all
 
 CONTEXT, ROUNDS, GUESSES = 512, 80, 32000
@@ -123,7 +123,7 @@ def rounds(decoder: Any, ids: list[int], T: int) -> tuple[float, int]:
     decoder.start([ids], Sampling(), (ROUNDS + 10) * T)
     waiting, tokens, began = [], 0, 0.0
     for i in range(ROUNDS + 6):
-        waiting.append(_Fetch(decoder.verify((), T).result))
+        waiting.append(Fetch(decoder.verify((), T).result))
         if i < 6:
             began = time.perf_counter()
             waiting[-1].get()

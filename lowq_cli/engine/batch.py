@@ -5,7 +5,7 @@ of a sequence next to each other. A static cache has one place per sequence (the
 table lists (the server, and layers with a sliding window).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 
@@ -158,7 +158,7 @@ class Batch:
     recurrent layers. pictures: the images of the batch. adapters (M,) int32: the LoRA adapter of each row, 0 for none; None:
     that of all rows is `Adapters.all` of the plan. drafted: several steps may belong to one sequence (its newest token and
     drafts of the next ones, next to each other); the state then has a block table row for each of them, and `chains` lists the
-    rows by sequence.
+    rows by sequence. pause: called before each step of the plan, where a pass is recorded in slices (`engine/slices.py`).
     """
 
     ops: Ops
@@ -177,6 +177,7 @@ class Batch:
     groups: Groups | None = None
     chains: Sequence["Chain"] = ()
     pictures: Pictures | None = None
+    pause: Callable[[], None] | None = None
     values: dict[str, torch.Tensor] = field(default_factory=dict)  # values that one layer computes and later layers read
     _tables: dict[Rope, Tables] = field(default_factory=dict)
 

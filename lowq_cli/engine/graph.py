@@ -72,6 +72,21 @@ def capture(step: Callable[[], object], pool: Any = None) -> Captured:
     return Captured(graph)
 
 
+def capture_aside(step: Callable[[], object], pool: Any, recorded: Callable[[], None]) -> Captured:
+    """Record `step` in a thread of its own while another one uses the device: nothing is run, and nothing waits for the device.
+
+    The kernels of the step must have been launched before. pool: as of `capture`. recorded: called when all launches are
+    recorded, before CUDA makes the graph, in which Python has no part. Raises RuntimeError where it cannot be recorded.
+    """
+    with _one_at_a_time:
+        torch.cuda.current_blas_handle()  # a thread's first use of cuBLAS allocates memory, which a recording must not
+        graph = Graph()
+        with workspaces.released(), graph.recording(_stream(torch.cuda.current_device()), pool):
+            step()
+            recorded()
+    return Captured(graph)
+
+
 @cache
 def _stream(device: int) -> torch.cuda.Stream:
     """The stream for recording: all recordings share it, so that each reuses the memory that torch cached for earlier ones."""

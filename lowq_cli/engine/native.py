@@ -20,6 +20,7 @@ from torch import nn
 from lowq_cli.engine.batch import Batch, KeyValues, Pictures, Rectangle, States
 from lowq_cli.engine.drafts.balance import Balance
 from lowq_cli.engine.drafts.drafter import DeviceDrafter
+from lowq_cli.engine.drafts.recordings import Recordings
 from lowq_cli.engine.drafts.static_drafter import AHEAD, Attached
 from lowq_cli.engine.drafts.verify import Verification
 from lowq_cli.engine.graph import Captured, bucket, capture, keep
@@ -74,6 +75,7 @@ class NativeDecoder:
         self.wide: dict[int, Verification] = {}  # number of rows -> step
         self.attached: Attached | None = None  # the drafter that runs on the device, with its guesses
         self.saved: Any = None  # the cache out of a file that the next prompt begins with: a `saved_cache.SavedCache`
+        self.recordings: dict[str, Recordings] = {}  # on a GPU: name of a drafter -> which of its steps are recorded
         self.balances: dict[str, Balance] = {}  # on a GPU: name of a drafter -> the time that its drafts have won or lost
         self.timed: dict[str, Any] = {}  # on a CPU: name of a drafter -> times of its steps (`draft_length.TimedCosts`)
         self.shown: list[Shown | None] = []  # the images of each sequence
@@ -162,10 +164,20 @@ class NativeDecoder:
     def verify(self, drafts: Sequence[int], rows: int) -> Verification:
         """Launch a step of `rows` rows of the only sequence: its newest token and the drafts after it. `drafts` is empty with
         an attached device drafter."""
+        step = self.verification(rows)
+        self.written += rows
+        step.step(drafts)
+        return step
+
+    @property
+    def records_aside(self) -> bool:
+        """Whether steps with drafts are compiled and recorded while plain steps run, once they are worth it."""
+        return bool(self.recordings) and self.attached is None
+
+    def verification(self, rows: int) -> Verification:
+        """The step of `rows` rows of the only sequence, which need not be recorded yet."""
         if rows not in self.wide:
             self.wide[rows] = Verification(self, rows)
-        self.written += rows
-        self.wide[rows].step(drafts)
         return self.wide[rows]
 
     @torch.inference_mode()
@@ -202,6 +214,8 @@ class NativeDecoder:
 
     def make_room(self, batch: int, length: int) -> None:
         """Allocate a cache with at least `length` slots for `batch` sequences, unless the present one is large enough."""
+        for recordings in self.recordings.values():
+            recordings.finish()
         if batch == self.batch and length <= self.slots and self.drafts <= self.drafted:
             return
         slots = bucket(length)

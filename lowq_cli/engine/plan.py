@@ -182,9 +182,11 @@ class Plan:
         steps = self.program(x.shape[0], shows, adapted)
         if steps is not self._unfolded[shows, adapted] and x.shape[0] <= STEPS:
             frame.kept[folding.SCALE] = self._row_of_ones(x.shape[0])
-        outer = scope.set(self.tuned)
+        outer, pause = scope.set(self.tuned), frame.batch.pause
         try:
             for step in steps:
+                if pause is not None:
+                    pause()
                 step.run(frame)
         finally:
             scope.reset(outer)
@@ -192,6 +194,12 @@ class Plan:
 
     def _read(self, ids: torch.Tensor) -> torch.Tensor:
         return ids if self.read_as is None else self.read_as[ids]
+
+    def make_ready(self, M: int) -> None:
+        """Make what the plan keeps for passes of M rows, before such a pass is recorded without being run."""
+        if M <= STEPS:
+            self._row_of_ones(M)
+        self.program(M)
 
     def _row_of_ones(self, M: int) -> torch.Tensor:
         if M not in self._ones:

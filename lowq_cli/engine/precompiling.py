@@ -78,9 +78,8 @@ def launches(
     work = [*products(explain.called(model, decoder), model.dtype, new)]
     if isinstance(decoder, NativeDecoder) and step not in met:
         work += launches_between_products(decoder, batch, new, sampling)
-    if isinstance(decoder, NativeDecoder) and decoder.drafts and "drafts" not in met:
-        work += [*products(decoder.linears, model.dtype, set(WIDTHS["cuda"]))]
-        work += [one for T in WIDTHS["cuda"] for one in _checks(decoder, T)]
+    if isinstance(decoder, NativeDecoder) and decoder.drafts and not decoder.records_aside and "drafts" not in met:
+        work += [one for T in WIDTHS["cuda"] for one in checks(decoder, T)]
         met.add("drafts")
     met |= {*rows, step}
     return work
@@ -131,9 +130,10 @@ def launches_between_products(
     return work
 
 
-def _checks(decoder: NativeDecoder, T: int) -> Iterator[Callable[[], object]]:
-    """One launch of each kernel of a step that checks drafts in T rows of one sequence; products are left out."""
+def checks(decoder: NativeDecoder, T: int) -> Iterator[Callable[[], object]]:
+    """One launch of each kernel of a step that checks drafts in T rows of one sequence."""
     plan, of_state = decoder.plan, lambda step: bool(step.state)
+    yield from products(decoder.linears, decoder.dtype, {T})
     yield from step_launches(plan, plan.program(T), T, decoder.kv, False, lambda step: not of_state(step))
     recurrent = any(isinstance(spec, Recurrent) for spec in plan.states)
     for slots in () if recurrent else (SLOTS, LONG):  # recurrent layers take the rows of a sequence one by one
@@ -148,6 +148,8 @@ def _accept(plan: Plan, T: int) -> None:
     logits = torch.zeros(T, plan.vocabulary, dtype=plan.dtype, device=plan.device)
     plan.ops.choose_rows(logits, rows, token, pos.clone(), seed, torch.zeros(T, device=plan.device))
     plan.ops.accept(token, token.clone(), one, one + T, one, one.clone(), pos[:1].clone(), one.clone())
+    torch.add(rows, pos[:1], out=pos.clone())
+    logits.index_select(0, one)
 
 
 def step_launches(

@@ -171,7 +171,7 @@ class Generation:
         start = time.perf_counter()
         more: dict[str, Any] = {"shown": self.shown} if self.shown else {}  # only the native decoder takes it
         device = self.decoder.start(self.prompts, self.sampling, self.room, **more)
-        waiting = _Fetch(device)
+        waiting = Fetch(device)
         if self.drafting is not None:
             self.drafting.begin(self.prompts[0])  # while the device still reads the prompt
         tokens = waiting.get()
@@ -181,11 +181,11 @@ class Generation:
             drafted = self._checked if self.drafting.ahead else self._drafted
             yield from drafted(self.drafting, tokens, first)  # type: ignore[arg-type]
             return
-        ahead = _Fetch(self.decoder.step()) if self.decoder.ahead and self.room > 1 else None
+        ahead = Fetch(self.decoder.step()) if self.decoder.ahead and self.room > 1 else None
         yield [[t] for t in tokens]
         for n in range(1, self.room):
-            fetch = ahead or _Fetch(self.decoder.step())
-            ahead = _Fetch(self.decoder.step()) if self.decoder.ahead and n + 1 < self.room else None
+            fetch = ahead or Fetch(self.decoder.step())
+            ahead = Fetch(self.decoder.step()) if self.decoder.ahead and n + 1 < self.room else None
             tokens = fetch.get()
             self.steps, self.decode_s = n, time.perf_counter() - first
             yield [[t] for t in tokens]
@@ -194,12 +194,12 @@ class Generation:
         """As `new_tokens` after the first token, for one sequence whose drafts are made on the device."""
         count = 1
         yield [tokens]
-        waiting: list[tuple[_Fetch, int, bool]] = []
+        waiting: list[tuple[Fetch, int, bool]] = []
         while count < self.room:
             began = drafting.clock()
             while len(waiting) <= (self.decoder.ahead and count + 1 < self.room):
                 where, rows, fresh = drafting.launch()
-                waiting.append((_Fetch(where), rows, fresh))
+                waiting.append((Fetch(where), rows, fresh))
             fetch, rows, fresh = waiting.pop(0)
             tokens = drafting.read(fetch.get(), rows, fresh)
             count += len(tokens)
@@ -213,11 +213,11 @@ class Generation:
         A device that runs ahead computes the next step while the tokens of the last one become text.
         """
         decoder, count = self.decoder, 1
-        launched = list[tuple[_Fetch, int]]()  # steps that were not read yet, and the number of their drafts
+        launched = list[tuple[Fetch, int]]()  # steps that were not read yet, and the number of their drafts
 
         def launch() -> None:
             where, n = drafting.launch(self.room - count)
-            launched.append((_Fetch(where), n))
+            launched.append((Fetch(where), n))
 
         drafting.extend(tokens)
         if decoder.ahead and count < self.room:
@@ -229,8 +229,9 @@ class Generation:
                 launch()
             left, plain = self.room - count - 1, not launched[0][1]
             if decoder.ahead and plain and left and not drafting.wants(left):
-                launched.append((_Fetch(drafting.plain()), 0))
+                launched.append((Fetch(drafting.plain()), 0))
             fetch, n = launched.pop(0)
+            drafting.meanwhile()
             tokens = drafting.read(fetch.get(), n)
             count += len(tokens)
             self.steps, self.decode_s = self.steps + 1, time.perf_counter() - first
@@ -238,9 +239,10 @@ class Generation:
                 launch()
             yield [tokens]
             drafting.took(len(tokens), drafting.clock() - began)
+            drafting.after(len(tokens), self.room - count)
 
 
-class _Fetch:
+class Fetch:
     """An asynchronous copy of (B,) tokens to the host."""
 
     def __init__(self, tokens: torch.Tensor) -> None:

@@ -84,12 +84,19 @@ class TimedCosts:
 
 
 def worth(guess: Guess, costs: Costs, widths: Sequence[int], apart: float = 0.0, plain: float = 1.0) -> int:
-    """The number of drafts to check, 0 for a plain step: the number with the most expected tokens per cost.
+    """The number of drafts to check, 0 for a plain step: the number with the most expected tokens per cost, as of `most`."""
+    return most(guess, costs, widths, apart, plain)[0]
+
+
+def most(
+    guess: Guess, costs: Costs, widths: Sequence[int], apart: float = 0.0, plain: float = 1.0
+) -> tuple[int, float]:
+    """The number of drafts with the most expected tokens per cost, 0 for a plain step; and these tokens per cost.
 
     widths: the row counts that a step may have, ascending; surplus rows are dummies. apart: the cost of a step with drafts in
     addition to its rows. plain: the cost of a plain step, as the clock has it, in the unit of `costs`.
     """
-    best, drafts, tokens, sure, known = GAIN / plain, 0, 1.0, 1.0, 0
+    best, drafts, tokens, sure, known = GAIN / plain, 0, 1.0, 1.0, 0  # plain steps count a little better than they are
     for rows in widths:
         while known < min(rows - 1, len(guess.chances)):
             sure *= guess.chances[known]
@@ -99,4 +106,4 @@ def worth(guess: Guess, costs: Costs, widths: Sequence[int], apart: float = 0.0,
             best, drafts = tokens / (costs(rows) + apart), known
         if known == len(guess.chances):
             break
-    return drafts
+    return drafts, best if drafts else 1 / plain

@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 from lowq_cli.engine.drafts.drafter import DeviceDrafter, HostDrafter, NoDrafts, PagedDrafter
-from lowq_cli.engine.drafts.drafting import FromHost, OnDevice
+from lowq_cli.engine.drafts.drafting import FromHost, OnDevice, is_large
 from lowq_cli.engine.drafts.ngram import NGram
 from lowq_cli.engine.model_record import DRAFT, owned
+from lowq_cli.engine.plan import plan_of, why_not
 from lowq_cli.files.source import check_there, open_source
 from lowq_cli.state import user_path
 from lowq_packers.errors import UnsupportedError, UsageError
@@ -27,9 +28,12 @@ def check(draft: str) -> str:
     return draft
 
 
-def settled(draft: str, device: str) -> str:
-    """The meaning of "auto" on a kind of device if no head was trained: "ngram" or "none"; other names stay unchanged."""
-    return ("ngram" if device in BY_NGRAMS else "none") if draft == "auto" else draft
+def settled(draft: str, device: str, large: bool = False) -> str:
+    """The meaning of "auto" on a kind of device if no head was trained: "ngram" or "none"; other names stay unchanged.
+
+    large: as `is_large` says of the model, in `generate`.
+    """
+    return ("ngram" if large or device in BY_NGRAMS else "none") if draft == "auto" else draft
 
 
 def make(draft: str, model: Any, tokenizer: Any) -> HostDrafter | DeviceDrafter | None:
@@ -39,7 +43,8 @@ def make(draft: str, model: Any, tokenizer: Any) -> HostDrafter | DeviceDrafter 
     Raises UsageError for an unknown name, UnsupportedError and DamagedError for a drafter that does not fit the model.
     """
     trained = Path(owned(model).tuned or "/nowhere") / DRAFT
-    name = str(trained) if check(draft) == "auto" and trained.is_dir() else settled(draft, model.device.type)
+    large = draft == "auto" and model.device.type == "cuda" and why_not(model) is None and is_large(plan_of(model))
+    name = str(trained) if check(draft) == "auto" and trained.is_dir() else settled(draft, model.device.type, large)
     if name == "none":
         return None
     if name == "ngram":
@@ -81,7 +86,7 @@ def attach(
     drafter, refusal = make(draft, model, tokenizer), getattr(decoder, "why_no_drafts", None)
     if drafter is None and same and model.device.type != "cpu":
         drafter = NoDrafts()  # its steps have as many rows as those with drafts
-    nothing = "as asked" if draft == "none" else f"auto drafts by n-grams only on {', '.join(BY_NGRAMS)}; try --draft ngram"
+    nothing = "as asked" if draft == "none" else "auto drafts by n-grams on a CPU and for large models; try --draft ngram"
     why = nothing if drafter is None else f"decoder {decoder.name} takes none" if refusal is None else refusal(texts)
     device = drafter if hasattr(drafter, "draft") and not why else None
     if refusal is not None:

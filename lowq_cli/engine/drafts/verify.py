@@ -1,14 +1,15 @@
 """A step of the static decoder with drafts: its rows are a sequence's newest token and the drafts after it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from lowq_cli.engine.batch import Batch, Chain, KeyValues, States
-from lowq_cli.engine.graph import Captured, capture, keep
+from lowq_cli.engine.graph import Captured, capture, capture_aside, keep
 from lowq_cli.engine.sampling import Sampling, penalise, restrict
+from lowq_cli.engine.slices import Sliced
 from lowq_cli.engine.state import tensors_of
 from lowq_kernels.products.cpu.repeated import Repeated
 from lowq_packers.errors import device_lost
@@ -40,6 +41,40 @@ class Verification:
         self.plain = not tensors_of(decoder.state)
         self.captured: dict[tuple[Sampling, bool], Captured] = {}
         self.new = False
+        self.pause: Callable[[], None] | None = None  # as of `Batch`
+
+    @property
+    def ready(self) -> bool:
+        """Whether the step is recorded for the present sampling settings."""
+        return self._key in self.captured
+
+    @property
+    def _key(self) -> tuple[Sampling, bool]:
+        return replace(self.decoder.sampler.sampling, seed=0), self.decoder.turns
+
+    def record_aside(self, before: Iterable[Callable[[], object]] = ()) -> Sliced:
+        """Begin to record the step in slices, while plain steps run; at the end it is `ready`, or the slices have an error.
+
+        before: calls that come first, each of which launches a kernel of the step.
+        """
+        d, key, pool = self.decoder, self._key, self.decoder.run.graph.pool()
+        d.plan.make_ready(self.T)
+
+        @torch.inference_mode()
+        def work(slices: Sliced) -> None:
+            with torch.cuda.device(self.device):
+                for launch in before:
+                    slices.pause()
+                    launch()
+                self.pause = slices.pause
+                try:
+                    graph = capture_aside(self.compute, pool, slices.go_on)
+                finally:
+                    self.pause = None
+            graph.logits = self.logits
+            self.captured[key] = graph
+
+        return Sliced(work)
 
     def _of_rows(self, one: KeyValues | States) -> KeyValues | States:
         """A layer's state with a block table row for each of the T rows, all of the first sequence."""
@@ -60,10 +95,10 @@ class Verification:
             self.compute()
         else:
             run.replay()
-            d.sampler.logits = run.logits
+        d.sampler.logits = self.logits if run is None else run.logits
 
     def compute(self) -> None:
-        """Compute the step; all tensors that it reads and writes stay at fixed addresses."""
+        """Compute the step, and set `logits` (1, V) to those after the last right row; all tensors stay at fixed addresses."""
         d, sampler = self.decoder, self.decoder.sampler
         self.ids[:1].copy_(sampler.token)
         if d.attached is not None:
@@ -77,6 +112,7 @@ class Verification:
         if self.lazy:  # draw after the rows in order, as plain steps do, until a drawn token differs from the next row's draft
             tokens = sampler.follow(logits, self.ids[1:].tolist())
             self.result[: len(tokens) + 1] = torch.tensor([len(tokens) - 1, *tokens])
+            self.logits = sampler.logits
         else:
             self._at_once(logits)
         if not self.plain:  # the state after the last right row is the sequence's from now on, wherever it is
@@ -92,7 +128,7 @@ class Verification:
         if sampler.seen is not None and sampler.sampling.repetition_penalty != 1:
             came = torch.where(self.offsets <= self.accepted, self.drawn, self.drawn[:1])
             sampler.seen.scatter_(1, came[None], True)
-        sampler.logits = logits.index_select(0, self.accepted)
+        self.logits = logits.index_select(0, self.accepted)
 
     def _whole(self, x: torch.Tensor) -> torch.Tensor:
         d = self.decoder
@@ -106,6 +142,7 @@ class Verification:
             chains=[self.chain],
             groups=(self.first, self.count, self.T),
             pictures=d.pictures_of(self.pos),
+            pause=self.pause,
         )
         if d.attached is None:
             return d.plan.logits(d.plan.hidden(x, batch, self.state))
@@ -131,7 +168,7 @@ class Verification:
     def _graph(self) -> Captured | None:
         """The step as a CUDA graph; None, with the decoder's `reason` set, where it cannot be recorded."""
         d = self.decoder
-        key = replace(d.sampler.sampling, seed=0), d.turns
+        key = self._key
         self.new = key not in self.captured
         if self.new:
             guesses = [] if d.attached is None else [d.attached.guesses]
@@ -145,6 +182,6 @@ class Verification:
                 return None
             finally:
                 back()
-            graph.logits = d.sampler.logits
+            graph.logits = self.logits
             self.captured[key] = graph
         return self.captured[key]

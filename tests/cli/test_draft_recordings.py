@@ -1,0 +1,268 @@
+"""When steps with drafts are recorded, on a simulated GPU; and recording in slices, emulated on a CPU."""
+
+import contextlib
+import random
+import time
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from lowq_cli.engine.drafts import drafting
+from lowq_cli.engine.drafts.ngram import NGram
+from lowq_cli.engine.drafts.recordings import AT_ONCE_S
+from lowq_cli.engine.graph import Captured, keep
+from lowq_cli.engine.native import NativeDecoder
+from lowq_cli.engine.open_model import ready
+from lowq_cli.engine.sampling import Sampling
+from lowq_cli.engine.slices import Sliced
+from lowq_cli.engine.stream import Generation
+from simulated_gpu import SimulatedGPU
+
+PLAIN_S = {"1b": 0.38e-3, "8b": 1.3e-3}
+RECORD_S = {"1b": 2.5e-3, "8b": 5e-3}
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return ready("demo", "cpu")
+
+
+@pytest.fixture
+def gpu():
+    """A simulated GPU with a model of a shape; its steps of 4 to 16 rows take 1.2 to 1.5 plain steps."""
+    with contextlib.ExitStack() as stack:
+
+        def make(shape, **how):
+            plain = PLAIN_S[shape]
+            stack.enter_context(mock.patch.object(drafting, "step_s", lambda plan: 1.15 * plain))
+            plan = SimpleNamespace(states=[None] * (32 if shape == "8b" else 16))
+            return SimulatedGPU(plan, lambda rows: plain * (1.0 if rows == 1 else 1.1 + 0.025 * rows), RECORD_S[shape], **how)
+
+        yield make
+
+
+def text(n, copied, seed=0):
+    """(prompt, answer of n tokens): of the answer a share `copied` repeats the prompt, in runs of 8 to 40 tokens."""
+    rng = random.Random(seed)
+    prompt, answer = [rng.randrange(5, 900) for _ in range(300)], []
+    while len(answer) < n:
+        run, at = rng.randrange(8, 40), rng.randrange(len(prompt) - 40)
+        answer += prompt[at : at + run] if rng.random() < copied else [rng.randrange(5, 900) for _ in range(run)]
+    return prompt, answer[:n]
+
+
+@pytest.mark.parametrize("shape", PLAIN_S)
+@pytest.mark.parametrize("new", [32, 64, 250])
+@pytest.mark.parametrize("copied", [0.0, 0.2, 0.5, 1.0])
+def test_no_text_is_slower_than_by_plain_steps(demo, gpu, shape, new, copied):
+    for seed in range(6):
+        prompt, answer = text(new, copied, seed)
+        plain, _ = gpu(shape).text(demo[1], prompt, answer, drafts=False)
+        device = gpu(shape)
+        for _ in range(3):  # the first, in which steps are recorded, and later ones
+            assert plain / device.text(demo[1], prompt, answer)[0] >= 0.98
+        assert not device.at_once
+        assert len(set(device.in_slices)) == len(device.in_slices)
+
+
+@pytest.mark.parametrize("shape", PLAIN_S)
+def test_copying_is_faster_in_the_first_text_already(demo, gpu, shape):
+    prompt, answer = text(250, 1.0)
+    plain, _ = gpu(shape).text(demo[1], prompt, answer, drafts=False)
+    device = gpu(shape)
+    assert plain / device.text(demo[1], prompt, answer)[0] > 1.5
+    assert device.in_slices
+
+
+def test_a_text_that_never_copies_records_nothing(demo, gpu):
+    device = gpu("8b")
+    device.text(demo[1], *text(1000, 0.0))
+    assert not device.in_slices + device.at_once + device.widths
+
+
+def test_steps_have_only_widths_that_are_recorded(demo, gpu):
+    device = gpu("8b")
+    for seed in range(4):
+        device.text(demo[1], *text(250, 0.7, seed))
+        assert set(device.widths) <= set(device.in_slices)
+    assert len(device.in_slices) > 1
+
+
+def test_a_step_that_cannot_be_recorded_in_slices_is_recorded_at_once_when_it_has_paid_for_that(demo, gpu):
+    device = gpu("8b", fails=True)
+    _, g = device.text(demo[1], *text(64, 0.4))
+    assert not device.at_once
+    for seed in range(8):
+        device.text(demo[1], *text(250, 1.0, seed))
+    assert device.at_once
+    assert not device.in_slices
+    assert device.now > AT_ONCE_S
+
+
+class Replayed:
+    """A recorded step that is emulated: `replay` runs it."""
+
+    def __init__(self, step, pool):
+        self.replay, self.pool = step, lambda: pool
+
+
+@pytest.fixture
+def emulated(demo, monkeypatch):
+    """(decoder of the demo on a CPU as if on a GPU, recordings in slices as they come); a recording leaves no trace."""
+    decoder, came = NativeDecoder(demo[0]), []
+
+    def recorded(step, pool, ended):
+        back = keep([*decoder.sampler.state, *(v.result for v in decoder.wide.values())])
+        came.append(pool)
+        step()
+        ended()
+        back()
+        return Captured(Replayed(step, pool))
+
+    monkeypatch.setattr("lowq_cli.engine.drafts.verify.capture_aside", recorded)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    return decoder, came
+
+
+@pytest.mark.parametrize("rows", [2, 5])
+def test_a_step_recorded_in_slices_is_replayed(demo, emulated, rows):
+    decoder, came = emulated
+    decoder.drafts = True
+    decoder.start([[5, 6, 7, 5, 6]], Sampling(), 60)
+    decoder.graphs, decoder.run = True, Captured(Replayed(decoder.forward_step, "the plain step's memory"))
+    step, before = decoder.verification(rows), decoder.sampler.logits
+    step.lazy, step.repeated = False, None  # as on a GPU
+    assert not step.ready
+    launched = []
+    slices = step.record_aside([lambda: launched.append(rows)])
+    slices.lend(time.perf_counter() + 60)
+    slices.finish()
+    assert slices.error is None
+    assert launched
+    assert came == ["the plain step's memory"]
+    assert step.ready
+    assert decoder.sampler.logits is before
+    assert not decoder.verify([3] * (rows - 1), rows).new
+    assert decoder.sampler.logits is next(iter(step.captured.values())).logits
+
+
+def test_a_text_with_steps_recorded_in_slices_is_the_text_without_drafts(demo, emulated, monkeypatch):
+    """The whole loop with its thread; a plain step is said to take so long that a recording ends within one."""
+    model, tokenizer = demo
+    decoder, _ = emulated
+
+    def not_run(step, pool, ended):  # a recording runs nothing
+        for _ in range(20):
+            next(step.pause for step in decoder.wide.values() if step.pause)()
+        ended()
+        came.append(pool)
+        return Captured(Replayed(step, pool))
+
+    monkeypatch.setattr("lowq_cli.engine.drafts.verify.capture_aside", not_run)
+    monkeypatch.setattr(drafting, "is_large", lambda plan: True)
+    monkeypatch.setattr(drafting, "estimated", lambda plan: lambda rows: 1.0)
+    came = list[int]()
+    prompt, texts = tokenizer("one two three four. " * 4)["input_ids"], []
+    how = {"stop_ids": frozenset(), "stop": [], "limited_by": "length", "began": 0.0}
+
+    class AsOnGPU:
+        """The decoder, on another kind of device."""
+
+        device, ahead, graphs = torch.device("cuda"), False, True
+
+        def __getattr__(self, name):
+            return getattr(decoder, name)
+
+    for drafts in (False, True):
+        decoder.drafts, decoder.held, decoder.graphs = drafts, [], False
+        start = decoder.start
+
+        def started(*args, start=start):
+            token = start(*args)
+            decoder.graphs, decoder.run = True, Captured(Replayed(decoder.forward_step, 0))
+            decoder.run.logits = decoder.sampler.logits
+            return token
+
+        proxy = AsOnGPU()
+        proxy.start = started
+        drafter = drafting.FromHost(NGram(), proxy) if drafts else None
+        if drafter:
+            drafter.balance = SimpleNamespace(allowed=True, plain_s=10.0, note=lambda *step: None)
+        g = Generation(proxy, tokenizer, [prompt], Sampling(), 120, **how, drafting=drafter)
+        list(g)
+        texts.append(g.tokens)
+    assert texts[0] == texts[1]
+    assert came
+    assert drafter.accepted
+
+
+def test_a_failed_recording_is_told_and_the_work_ends(demo, emulated, monkeypatch):
+    decoder, _ = emulated
+    decoder.drafts = True
+    decoder.start([[5, 6, 7]], Sampling(), 60)
+    decoder.run = Captured(Replayed(decoder.forward_step, 0))
+
+    def refused(step, pool, ended):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr("lowq_cli.engine.drafts.verify.capture_aside", refused)
+    step = decoder.verification(4)
+    slices = step.record_aside()
+    slices.finish()
+    assert "not permitted" in str(slices.error)
+    assert not step.ready
+
+
+def test_work_runs_only_while_it_is_lent_time():
+    done = []
+
+    def work(slices):
+        for i in range(50):
+            slices.pause()
+            done.append(i)
+
+    slices = Sliced(work)
+    assert not done
+    slices.lend(time.perf_counter() - 1)
+    assert not done
+    while not slices.ended:
+        before = len(done)
+        slices.lend(time.perf_counter() + 1e-4)
+        assert len(done) > before or slices.ended
+    slices.finish()
+    assert done == list(range(50))
+
+
+def test_work_that_is_not_lent_time_any_more_ends_by_itself():
+    done = []
+
+    def work(slices):
+        for i in range(50):
+            slices.pause()
+            done.append(i)
+
+    slices = Sliced(work)
+    slices._thread.join(60)
+    assert done == list(range(50))
+    assert slices.ended
+
+
+def test_the_caller_goes_on_where_work_does_not_hand_back_control():
+    import threading
+
+    gate, done = threading.Event(), []
+
+    def work(slices):
+        gate.wait(60)
+        slices.pause()
+        done.append(1)
+
+    slices = Sliced(work)
+    slices.lend(time.perf_counter() + 1e-3)  # the work waits for the gate
+    slices.lend(time.perf_counter() + 3600)  # returns at once
+    assert not done
+    gate.set()
+    slices.finish()
+    assert done
