@@ -22,7 +22,8 @@ class Sliced:
     """
 
     def __init__(self, work: Callable[["Sliced"], object]) -> None:
-        self.ended, self.error = False, None
+        self.ended = False
+        self.error: Exception | None = None
         self._turn, self._until = Condition(), 0.0
         self._lent = self._alone = False  # whether the work may run; whether it runs without being lent time
         self._thread = Thread(target=self._run, args=(work,))

@@ -158,6 +158,7 @@ def test_a_text_with_steps_recorded_in_slices_is_the_text_without_drafts(demo, e
             next(step.pause for step in decoder.wide.values() if step.pause)()
         ended()
         came.append(pool)
+        step.__self__.logits = decoder.sampler.logits
         return Captured(Replayed(step, pool))
 
     monkeypatch.setattr("lowq_cli.engine.drafts.verify.capture_aside", not_run)

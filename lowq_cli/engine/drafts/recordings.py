@@ -13,6 +13,7 @@ from typing import Any
 from lowq_cli.engine.drafts.draft_length import Costs, most, worth
 from lowq_cli.engine.drafts.drafter import Guess
 from lowq_cli.engine.slices import Sliced
+from lowq_packers.errors import device_lost, log_error
 
 PRICE_S = 1e-3  # seconds that plain steps lose while another step is recorded in slices
 AT_ONCE_S = 50e-3  # seconds of a recording that plain steps have to wait for, where recording in slices failed
@@ -80,8 +81,12 @@ class Recordings:
         if self.slices is None:
             return
         self.slices.finish()
-        if self.slices.error is not None:  # the first step of this width is run, then recorded
-            self.price[self.width] = AT_ONCE_S
+        if (e := self.slices.error) is not None:
+            self.slices = None
+            if not isinstance(e, RuntimeError) or device_lost(e):
+                raise e
+            log_error(f"a step of {self.width} rows is not recorded in slices", e)
+            self.price[self.width] = AT_ONCE_S  # its first step is run, then recorded
         self.launched.add(self.width)
         self.slices = None
         self._look()

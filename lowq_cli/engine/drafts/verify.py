@@ -58,11 +58,11 @@ class Verification:
         before: calls that come first, each of which launches a kernel of the step.
         """
         d, key, pool = self.decoder, self._key, self.decoder.run.graph.pool()
-        d.plan.make_ready(self.T)
 
         @torch.inference_mode()
         def work(slices: Sliced) -> None:
             with torch.cuda.device(self.device):
+                d.plan.make_ready(self.T)
                 for launch in before:
                     slices.pause()
                     launch()
