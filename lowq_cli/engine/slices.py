@@ -1,4 +1,4 @@
-"""Work of the host in slices: a thread that runs only while the caller would wait for the device, and hands control back in time.
+"""Work of the host in slices: a thread that runs while the caller would wait for the device, and hands control back in time.
 
 Two threads that both run Python wait up to 5 ms for the interpreter's lock each time one of them returns from a call that
 released it, which is as long as several steps of a model. Here one of the two always waits for the other instead.

@@ -14,8 +14,8 @@ import torch
 
 from lowq_cli import memory
 from lowq_cli.engine.batch import KeyValues, States
+from lowq_cli.engine.kernel_launches import products
 from lowq_cli.engine.plan import Plan
-from lowq_cli.engine.precompiling import products
 from lowq_cli.engine.prompts import context_limit
 from lowq_cli.engine.state import BLOCK, block_bytes, recurrent, state_bytes
 from lowq_cli.serving.batch_state import BatchState

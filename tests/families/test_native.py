@@ -15,7 +15,7 @@ from described import NAMES, TEXTS, WRAPPERS, config, here
 from described import model as random_model
 from native import facts_of, logits_of, off, pair, planned, texts, without
 
-from lowq_cli.engine import precompiling, weights
+from lowq_cli.engine import kernel_launches, weights
 from lowq_cli.engine import steps as s
 from lowq_cli.engine.batch import States
 from lowq_cli.engine.native import NativeDecoder
@@ -62,7 +62,7 @@ def test_precompiled_operations_find_their_inputs(name):
     plan, of_torch = plan_of(planned(random_model(name))), s.Keep | s.Take | s.Drop
     with torch.inference_mode():
         for prompt in (False, True):
-            for launch in precompiling.step_launches(
+            for launch in kernel_launches.step_launches(
                 plan, plan.steps, 3, "16", prompt, lambda step: not isinstance(step, of_torch)
             ):
                 launch()

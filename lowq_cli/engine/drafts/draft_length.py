@@ -88,9 +88,7 @@ def worth(guess: Guess, costs: Costs, widths: Sequence[int], apart: float = 0.0,
     return most(guess, costs, widths, apart, plain)[0]
 
 
-def most(
-    guess: Guess, costs: Costs, widths: Sequence[int], apart: float = 0.0, plain: float = 1.0
-) -> tuple[int, float]:
+def most(guess: Guess, costs: Costs, widths: Sequence[int], apart: float = 0.0, plain: float = 1.0) -> tuple[int, float]:
     """The number of drafts with the most expected tokens per cost, 0 for a plain step; and these tokens per cost.
 
     widths: the row counts that a step may have, ascending; surplus rows are dummies. apart: the cost of a step with drafts in

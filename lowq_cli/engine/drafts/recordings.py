@@ -12,6 +12,7 @@ from typing import Any
 
 from lowq_cli.engine.drafts.draft_length import Costs, most, worth
 from lowq_cli.engine.drafts.drafter import Guess
+from lowq_cli.engine.kernel_launches import checks
 from lowq_cli.engine.slices import Sliced
 from lowq_packers.errors import device_lost, log_error
 
@@ -95,8 +96,6 @@ class Recordings:
         if self.price[width] == AT_ONCE_S:
             self._have([*self.ready, width])
         else:
-            from lowq_cli.engine.precompiling import checks  # it imports the decoder, which imports this
-
             launches = () if width in self.launched else checks(self.decoder, width)
             self.width, self.slices = width, self.decoder.verification(width).record_aside(launches)
 
