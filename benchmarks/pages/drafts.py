@@ -85,6 +85,19 @@ def draft_follow() -> str:
 
 
 @part
+def draft_first() -> str:
+    """The first texts of a process, recordings included, and later ones: the speed with n-grams in that of plain steps."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for device, r in _rows("draft_first.json", "first"):
+        groups.setdefault((device, r["model"].upper(), r["kind"], r["new"]), []).append(r)
+    found = []
+    for key, rows in groups.items():
+        times = {state: [r["times"] for r in rows if r["state"] == state] for state in ("first", "later")}
+        found.append((*key, f"{1e6 / rows[0]['us_plain']:,.0f}", *(" ".join(f"{x:.2f}" for x in times[s]) for s in times)))
+    return table(("device", "model", "text", ">tokens", ">tokens/s without", "first texts", "later texts"), found)
+
+
+@part
 def draft_users() -> str:
     """The same in the server: tokens per second and the 99th percentile of waits for a token."""
     rows = {(d, r["users"], r["load"], r["draft"]): r for d, r in _rows("draft_follow.json", "serve")}
