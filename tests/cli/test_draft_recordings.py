@@ -73,13 +73,15 @@ def test_copying_is_faster_in_the_first_text_already(demo, gpu, shape):
     prompt, answer = text(250, 1.0)
     plain, _ = gpu(shape).text(demo[1], prompt, answer, drafts=False)
     device = gpu(shape)
-    assert plain / device.text(demo[1], prompt, answer)[0] > 1.5
-    assert device.in_slices
+    seconds, g = device.text(demo[1], prompt, answer)
+    assert plain / seconds > 1.5
+    assert g.drafting.about().endswith("recorded: " + ", ".join(map(str, sorted(device.in_slices))))
 
 
 def test_a_text_that_never_copies_records_nothing(demo, gpu):
     device = gpu("8b")
-    device.text(demo[1], *text(1000, 0.0))
+    _, g = device.text(demo[1], *text(1000, 0.0))
+    assert g.drafting.about().endswith("recorded: none")
     assert not device.in_slices + device.at_once + device.widths
 
 

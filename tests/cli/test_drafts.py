@@ -366,3 +366,8 @@ def test_auto_without_a_trained_head(device, auto):
     assert settled("auto", device) == auto
     for name in ("ngram", "none", "mtp", "a/folder"):
         assert settled(name, device) == name
+
+
+def test_auto_means_n_grams_on_a_gpu_for_large_models():
+    assert settled("auto", "cuda", large=True) == "ngram"
+    assert settled("none", "cuda", large=True) == "none"

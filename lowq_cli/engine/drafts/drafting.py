@@ -127,6 +127,12 @@ class FromHost(Drafting):
             begun = Recordings(decoder, self.widths, self.step_s)
             self.recordings = decoder.recordings.setdefault(drafter.name, begun)
 
+    def about(self) -> str:
+        """As `Drafting.about`, with the numbers of rows that were worth a recording until now."""
+        if self.recordings is None:
+            return super().about()
+        return f"{super().about()}; recorded: {', '.join(map(str, self.recordings.ready)) or 'none'}"
+
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a sequence with the prompt's tokens."""
         self.prompt, self.new = list(prompt), []
