@@ -37,7 +37,7 @@ def answers(base: str, texts: Path, device: str, new: int, each: int) -> tuple[A
     small, tokenizer = ready(base, device)
     found: Texts = {}
     for kind, some in prompts(tokenizer, texts.read_text()).items():
-        made = [stream(small, tokenizer, ids, max_new_tokens=new, draft="none") for ids in some if len(ids) < LONGEST]
+        made = (stream(small, tokenizer, ids, max_new_tokens=new, draft="none") for ids in some if len(ids) < LONGEST)
         whole = (g for g in made if list(g) and len(g.tokens[0]) == new)
         found[kind] = [(g.prompts[0], g.tokens[0]) for g, _ in zip(whole, range(each), strict=False)]
     return tokenizer, found
