@@ -139,7 +139,7 @@ def test_a_step_recorded_in_slices_is_replayed(demo, emulated, rows):
     step.lazy, step.repeated = False, None  # as on a GPU
     assert not step.ready
     launched = []
-    slices = decoder.record_aside(rows, [lambda: launched.append(rows)])
+    slices = step.record_aside([lambda: launched.append(rows)])
     slices.lend(time.perf_counter() + 60)
     slices.finish()
     assert slices.error is None
@@ -213,7 +213,7 @@ def test_a_failed_recording_is_told_and_the_work_ends(demo, emulated, monkeypatc
 
     monkeypatch.setattr("lowq_cli.engine.drafts.verify.capture_aside", refused)
     step = decoder.verification(4)
-    slices = decoder.record_aside(4, [])
+    slices = step.record_aside()
     slices.finish()
     assert "not permitted" in str(slices.error)
     assert not step.ready

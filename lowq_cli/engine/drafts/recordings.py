@@ -96,9 +96,8 @@ class Recordings:
         if self.price[width] == AT_ONCE_S:
             self._have([*self.ready, width])
         else:
-            d = self.decoder
-            launches = () if width in self.launched else checks(d, width, (d.slots,), d.angles)
-            self.width, self.slices = width, d.record_aside(width, launches)
+            launches = () if width in self.launched else checks(self.decoder, width)
+            self.width, self.slices = width, self.decoder.verification(width).record_aside(launches)
 
     def _look(self) -> None:
         steps = self.decoder.wide
