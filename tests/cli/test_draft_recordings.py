@@ -37,7 +37,9 @@ def gpu():
 
         def make(shape, **how):
             plain = PLAIN_S[shape]
-            stack.enter_context(mock.patch.object(drafting, "step_s", return_value=1.15 * plain))
+            how_large = {"step_s": mock.DEFAULT, "is_large": mock.DEFAULT}
+            patched = stack.enter_context(mock.patch.multiple(drafting, **how_large))
+            patched["step_s"].return_value, patched["is_large"].return_value = 1.15 * plain, True
             plan = SimpleNamespace(states=[None] * (32 if shape == "8b" else 16))
             return SimulatedGPU(plan, lambda rows: plain * (1.0 if rows == 1 else 1.1 + 0.025 * rows), RECORD_S[shape], **how)
 

@@ -13,9 +13,7 @@ from lowq_cli.state import user_path
 from lowq_packers.errors import UnsupportedError, UsageError
 
 NAMES = ("auto", "ngram", "mtp", "none")
-# Devices on which "auto" means n-grams if no head was trained. On a GPU "auto" then means no drafts: on an H200 n-grams gave
-# 1.69 to 2.72 times the speed with steps of 0.38 ms and more (models of 1B and 8B), 1.39 to 1.69 with steps of 0.10 ms and 0.95
-# to 1.19 with steps of 0.08 ms (2026-11-27).
+# Devices on which "auto" means n-grams if no head was trained; on a GPU it does so in `generate` with large models (`is_large`)
 BY_NGRAMS = ("cpu",)
 
 
