@@ -19,7 +19,9 @@ from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.open_model import ready
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.slices import Sliced
+from lowq_cli.engine.steps import Experts
 from lowq_cli.engine.stream import Generation
+from lowq_packers.arch.parts import Recurrent
 
 PLAIN_S = {"1b": 0.38e-3, "8b": 1.3e-3}
 RECORD_S = {"1b": 2.5e-3, "8b": 5e-3}
@@ -268,3 +270,13 @@ def test_the_caller_goes_on_where_work_does_not_hand_back_control():
     gate.set()
     slices.finish()
     assert done
+
+
+def test_large_models_are_dense_ones_with_long_steps(monkeypatch):
+    dense = SimpleNamespace(steps=[], states=[object()])
+    for seconds, large in ((1.3e-3, True), (0.45e-3, False)):
+        monkeypatch.setattr(drafting, "step_s", lambda plan, seconds=seconds: seconds)
+        assert drafting.is_large(dense) == large
+    monkeypatch.setattr(drafting, "step_s", lambda plan: 1.3e-3)
+    assert not drafting.is_large(SimpleNamespace(steps=[object.__new__(Experts)], states=[]))
+    assert not drafting.is_large(SimpleNamespace(steps=[], states=[Recurrent(())]))

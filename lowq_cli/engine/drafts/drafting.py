@@ -9,6 +9,8 @@ from lowq_cli.engine.drafts.draft_length import ENOUGH, Costs, TableCosts, Timed
 from lowq_cli.engine.drafts.drafter import DeviceDrafter, Guess, HostDrafter
 from lowq_cli.engine.drafts.rates import BEFORE, Rates
 from lowq_cli.engine.drafts.recordings import Recordings
+from lowq_cli.engine.steps import Experts
+from lowq_packers.arch.parts import Recurrent
 from lowq_packers.lazy import torch
 
 # row counts of steps with drafts; few on a GPU, because each is recorded separately
@@ -260,8 +262,10 @@ def step_s(plan: Any) -> float:
 
 
 def is_large(plan: Any) -> bool:
-    """Whether the host has time for other work in a plain step of the plan."""
-    return step_s(plan) >= LARGE * GAP_S
+    """Whether the host has time for other work in a plain step of the plan, and rows cost as little as in dense models: rows of
+    mixtures read other experts, and recurrent layers need a state per draft."""
+    dense = not any(isinstance(step, Experts) for step in plan.steps)
+    return dense and not any(isinstance(spec, Recurrent) for spec in plan.states) and step_s(plan) >= LARGE * GAP_S
 
 
 def estimated(plan: Any) -> Costs:
