@@ -361,6 +361,8 @@ attend_prompt8(const unsigned char* codes, const Scales* scales, const int* base
         if (moved) P::move_top(most, top, total, fade);
         P::exponentials(by, of, top, s, total);
     };
+    // Lane 0 arrives for its warp. racecheck reports the other lanes' reads of `staged` and the copy that comes after them: it
+    // does not see that the warp loads them in one instruction, before the wgmma that it has waited for here.
     auto have_read = [&](u32 barrier) {
         __syncwarp();
         if (lane == 0) barrier_arrive(barrier);
