@@ -63,9 +63,9 @@ CASES = [(name, kind) for name in NAMES for kind in KINDS]
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory):
+def sound(short_demo, tmp_path_factory):
     out = tmp_path_factory.mktemp("sound") / "demo"
-    quantize("demo", out=out, bits=4, group=32, method="rtn")
+    quantize(short_demo, out=out, bits=4, group=32, method="rtn")
     return out
 
 

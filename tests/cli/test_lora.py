@@ -16,9 +16,9 @@ STEPS = 12
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+def checkpoint(short_demo, tmp_path_factory):
     folder = tmp_path_factory.mktemp("lora") / "packed"
-    lowq.quantize("demo", out=folder, bits=4, group=64, method="rtn", device="cpu")
+    lowq.quantize(short_demo, out=folder, bits=4, group=64, method="rtn", device="cpu")
     return folder
 
 
