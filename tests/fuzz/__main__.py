@@ -13,6 +13,10 @@ ROOT = Path(__file__).parents[2]
 sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != ROOT]
 sys.path.insert(0, str(Path(__file__).parent))
 
+from lowq_cli import hf  # noqa: E402
+
+hf.leave_out()
+
 from campaign import run  # noqa: E402
 
 if __name__ == "__main__":
