@@ -17,7 +17,7 @@ from lowq_cli.engine.drafts.verify import Verification
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.state import tensors_of
 
-VOCAB, NEW, WIDE = 160, 24, 4
+VOCAB, NEW, WIDE = 160, 13, 4  # NEW: a step with each depth of right drafts, and one without
 DRAWN = (Sampling(), Sampling(temperature=1.0, top_k=40, top_p=0.95, repetition_penalty=1.2, seed=7))
 
 

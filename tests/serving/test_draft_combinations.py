@@ -102,7 +102,7 @@ def test_adapters_and_blocks_in_host_memory(kind, tmp_path):
     adapt(plan_of(model), [read_adapter(f, f.name) for f in folders])
     begin, names = prompts(140)[0], ("base", "a", "b")
     texts = [begin + p if i % 2 else p * 3 for i, p in enumerate(prompts(20, 30, 40, 25))]
-    requests = [("text", {"prompt": p, "max_tokens": 14, "model": n}) for p in texts for n in names]
+    requests = [("text", {"prompt": p, "max_tokens": 8, "model": n}) for p in texts for n in names]
     facts, tokenizer = Facts(adapters=names[1:]), byte_tokenizer()
     expected, _, _ = asked(model, tokenizer, requests, "none", facts, running=12)
     assert len(set(expected)) > 8

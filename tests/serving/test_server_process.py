@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from shallow import shallow
 
 from lowq_cli import main
 from lowq_cli.serving import engine_process, engines
@@ -236,9 +237,9 @@ def test_a_log_that_takes_no_line_costs_no_answer(talk, how):
             stderr.close()
 
 
-def test_an_engine_that_does_not_read_is_reported_and_sigterm_ends_it(start):
+def test_an_engine_that_does_not_read_is_reported_and_sigterm_ends_it(start_on, tmp_path):
     """Stopped, with more prompts than a pipe holds: /ready says so, requests are refused, and the process ends in time."""
-    s = start("--grace", "0")
+    s = start_on(shallow(tmp_path / "one", layers=1), "--grace", "0")
     engine = engine_of(s)
     os.kill(engine, signal.SIGSTOP)
     address = ("127.0.0.1", int(s.url.rpartition(":")[2]))
