@@ -19,7 +19,7 @@ from lowq_cli.serving.sequence import Sequence
 @pytest.mark.parametrize("seed", range(4))
 def test_each_sequence_reads_its_own_blocks_and_no_block_is_lost(seed):
     seen, scheduled = Counter(), Counter()
-    for n in range(10):
+    for n in range(24):
         d = driver(1000 * seed + n)
         for turn in range(160):
             for _ in range(d.rng.choice([0, 0, 0, 1, 2])):
