@@ -28,9 +28,7 @@ class NormShrink(s.Step):
 
         norm, y = self.norm.norm, None if self.norm.first else f.y
         assert norm.weight is not None
-        rows = self.product.rows(f)
-        assert rows is not None
-        f.x, f.y, f.kept[SHRUNK] = norm_shrink(f.x, y, norm.weight, norm.eps, self.product.factors, rows)
+        f.x, f.y, f.kept[SHRUNK] = norm_shrink(f.x, y, norm.weight, norm.eps, self.product.factors, self.product.each(f))
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,9 +47,7 @@ class ShrunkProduct(s.Step):
 
         f.y = self.product.product.layer.forward(f.y)
         if self.expands:
-            rows = self.product.rows(f)
-            assert rows is not None
-            expand_rows(f.y, f.kept.pop(SHRUNK), self.product.factors, rows)
+            expand_rows(f.y, f.kept.pop(SHRUNK), self.product.factors, self.product.each(f))
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,10 +65,8 @@ class GateShrink(s.Step):
     def run(self, f: s.Frame) -> None:
         from lowq_kernels.decode.low_rank_folded import gate_shrink
 
-        rows, gate = self.up.rows(f), self.gate
-        assert rows is not None
-        factors = self.up.factors, self.down.factors
-        f.y, f.kept[SHRUNK] = gate_shrink(f.y, f.kept.pop(SHRUNK), *factors, gate.act, gate.gate_scale, rows)
+        gate, factors = self.gate, (self.up.factors, self.down.factors)
+        f.y, f.kept[SHRUNK] = gate_shrink(f.y, f.kept.pop(SHRUNK), *factors, gate.act, gate.gate_scale, self.up.each(f))
 
 
 def fold(steps: Sequence[s.Step]) -> list[s.Step]:

@@ -49,6 +49,12 @@ class LoraProduct(s.Step):
             return self.adapters.of_all(f.x.shape[0], f.x.device)
         return f.batch.adapters
 
+    def each(self, f: s.Frame) -> torch.Tensor:
+        """The adapter of each row, in a pass in which some row has one."""
+        rows = self.rows(f)
+        assert rows is not None
+        return rows
+
     def run(self, f: s.Frame) -> None:
         x, rows = f.y, self.rows(f)
         f.y = self.product.layer.forward(x)  # without the hooks that add the adapter in a transformers model's forward
