@@ -10,7 +10,7 @@ import json
 import os
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -75,15 +75,21 @@ def held(out: Path) -> Iterator[tuple[BinaryIO, set[str]]]:
     Raises BusyError where another process has it, and UsageError where it cannot be written or as `answered`.
     """
     with ExitStack() as stack:
+        stack.callback(_remove_empty, out)  # ahead of the opening, so that a signal at any moment leaves no file
         with writing(out):
             f, done = _locked(out, stack), answered(out)
             if not _is(f, out):  # `answered` has written it anew
                 f = _locked(out, stack)
-        try:
-            yield f, done
-        finally:
-            if not f.tell():
-                out.unlink()
+        yield f, done
+
+
+def _remove_empty(out: Path) -> None:
+    """Remove the file if it is empty and no other process has it."""
+    with suppress(OSError):
+        if out.is_file() and not out.stat().st_size:
+            with out.open("ab") as f:
+                if lock(f.fileno()) is not False and _is(f, out) and not out.stat().st_size:
+                    out.unlink()
 
 
 def _locked(out: Path, stack: ExitStack) -> BinaryIO:
