@@ -7,40 +7,20 @@ n-grams, in turns. "first" forgets before each text what is recorded and what wa
 The time from the call to the first token shows that nothing of drafts is prepared before it.
 """
 
-import argparse
-import json
 from collections.abc import Iterator
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-import draft_follow
 import torch
-from draft_follow import following, written
-from drafts import Row, prompts
+from draft_follow import Texts, answers_of, following, parser_of, report_of, written
+from drafts import Row
 from e2e_decode import decoder_for
-from pages import results_of
 
-from lowq_cli.engine import stream
-from lowq_cli.engine.open_model import ready
 from lowq_cli.engine.precompiling import launches
 from lowq_cli.engine.sampling import Sampling
 from lowq_kernels.dispatch.precompile import launch_all
 
 LONGEST = 700  # max. tokens of a prompt
 STATES = ("first", "first", "later", "later")
-Texts = dict[str, list[tuple[list[int], list[int]]]]
-
-
-def answers(base: str, texts: Path, device: str, new: int, each: int) -> tuple[Any, Texts]:
-    """(tokenizer, (prompt, answer of `new` tokens) by kind) of the small model."""
-    small, tokenizer = ready(base, device)
-    found: Texts = {}
-    for kind, some in prompts(tokenizer, texts.read_text()).items():
-        made = (stream(small, tokenizer, ids, max_new_tokens=new, draft="none") for ids in some if len(ids) < LONGEST)
-        whole = (g for g in made if list(g) and len(g.tokens[0]) == new)
-        found[kind] = [(g.prompts[0], g.tokens[0]) for g, _ in zip(whole, range(each), strict=False)]
-    return tokenizer, found
 
 
 def measured(decoder: Any, tokenizer: Any, texts: Texts, new: int) -> Iterator[Row]:
@@ -56,7 +36,7 @@ def measured(decoder: Any, tokenizer: Any, texts: Texts, new: int) -> Iterator[R
                     for drafts in (False, True) if i % 2 else (True, False):
                         if drafts and state == "first":
                             forget(decoder)
-                        g = written(decoder, tokenizer, ids, drafts)
+                        g = written(decoder, tokenizer, ids, drafts, new)
                         s[drafts] += g.decode_s
                         first[drafts] += g.ttft_s
                         right += g.tokens[0] == answer[:new]
@@ -83,21 +63,13 @@ def forget(decoder: Any) -> None:
 
 def main() -> None:
     """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base", required=True, help="the small model's folder")
-    parser.add_argument("--texts", type=Path, required=True, help="paragraphs that prompts are made of")
+    parser = parser_of(__doc__)
     parser.add_argument("--shapes", default="8b,1b")
-    parser.add_argument("--variant", default="4h8")
     parser.add_argument("--new", default="64,250", help="tokens of a text")
     parser.add_argument("--each", type=int, default=2, help="prompts of each kind")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    out, rows = args.out or results_of(name) / "draft_first.json", list[Row]()
-    about = {"device": name, "date": datetime.now(UTC).strftime("%Y-%m-%d"), "torch": torch.__version__}
-    lengths = sorted(map(int, args.new.split(",")))
-    tokenizer, texts = answers(args.base, args.texts, args.device, lengths[-1], args.each)
+    report, lengths = report_of(args, "draft_first.json"), sorted(map(int, args.new.split(",")))
+    tokenizer, texts = answers_of(args, lengths[-1], LONGEST)
     dtype = torch.float16 if args.device == "cuda" else torch.bfloat16
     for shape in args.shapes.split(","):
         with torch.inference_mode():
@@ -105,11 +77,8 @@ def main() -> None:
             if args.device == "cuda":
                 launch_all(launches(model, decoder, 1, LONGEST, Sampling()), lambda n, of: None)
             for new in lengths:
-                draft_follow.NEW = new
                 for row in measured(decoder, tokenizer, texts, new):
-                    rows.append({"model": shape, "variant": args.variant} | row)
-                    print(rows[-1], flush=True)
-                    out.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+                    report({"model": shape, "variant": args.variant} | row)
         del model, decoder
 
 

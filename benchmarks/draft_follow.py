@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,46 @@ from lowq_cli.engine.stream import Generation
 from lowq_kernels.dispatch.precompile import launch_all
 
 LONGEST = 4096  # max. tokens of a text and the drafts after it
+Texts = dict[str, list[tuple[list[int], list[int]]]]  # kind -> (prompt, answer)
+
+
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """The arguments of a benchmark in which a small model's texts are written by a large one."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", required=True, help="the small model's folder")
+    parser.add_argument("--texts", type=Path, required=True, help="paragraphs that prompts are made of")
+    parser.add_argument("--variant", default="4h8")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path)
+    return parser
+
+
+def report_of(args: argparse.Namespace, file: str) -> Callable[[Row], None]:
+    """A function that takes the rows of a report one by one: prints each, and writes the file with all until then."""
+    name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    out, rows = args.out or results_of(name) / file, list[Row]()
+    about = {"device": name, "date": datetime.now(UTC).strftime("%Y-%m-%d"), "torch": torch.__version__}
+
+    def keep(row: Row) -> None:
+        rows.append(row)
+        print(row, flush=True)
+        out.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+
+    return keep
+
+
+def answers_of(args: argparse.Namespace, new: int, longest: int = LONGEST) -> tuple[Any, Texts]:
+    """The tokenizer, and `args.each` prompts of each kind with answers of `new` tokens by the small model.
+
+    longest: prompts have fewer tokens. Answers that ended early are left out.
+    """
+    small, tokenizer = ready(args.base, args.device)
+    found: Texts = {}
+    for kind, some in prompts(tokenizer, args.texts.read_text()).items():
+        made = (stream(small, tokenizer, ids, max_new_tokens=new, draft="none") for ids in some if len(ids) < longest)
+        whole = (g for g in made if list(g) and len(g.tokens[0]) == new)
+        found[kind] = [(g.prompts[0], g.tokens[0]) for g in islice(whole, args.each)]
+    return tokenizer, found
 
 
 @contextmanager
@@ -58,12 +99,12 @@ def following(decoder: Any) -> Iterator[torch.Tensor]:
     decoder.plan.ops, decoder.slots, decoder.batch = before, 0, 0
 
 
-def written(decoder: Any, tokenizer: Any, ids: list[int], drafts: bool) -> Generation:
-    """A text of NEW tokens, with n-grams or without drafts."""
+def written(decoder: Any, tokenizer: Any, ids: list[int], drafts: bool, new: int = NEW) -> Generation:
+    """A text of `new` tokens, with n-grams or without drafts."""
     decoder.drafts = drafts
     drafting = FromHost(NGram(), decoder) if drafts else None
     how: dict[str, Any] = {"stop_ids": frozenset(), "limited_by": "length", "began": time.perf_counter(), "stop": []}
-    g = Generation(decoder, tokenizer, [ids], Sampling(), NEW, drafting=drafting, **how)
+    g = Generation(decoder, tokenizer, [ids], Sampling(), new, drafting=drafting, **how)
     for _ in g.pieces():
         pass
     return g
@@ -149,26 +190,15 @@ def served(model: Any, answers: dict[str, list[list[int]]], users: int, each: in
 
 def main() -> None:
     """Measure and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base", required=True, help="the small model's folder")
-    parser.add_argument("--texts", type=Path, required=True, help="paragraphs that prompts are made of")
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", default="8b")
-    parser.add_argument("--variant", default="4h8")
     parser.add_argument("--each", type=int, default=6, help="prompts of each kind")
     parser.add_argument("--users", default="", help="numbers of users of the server")
     parser.add_argument("--requests", type=int, default=8, help="of each user")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    out, rows = args.out or results_of(name) / "draft_follow.json", list[Row]()
-    about = {"device": name, "date": datetime.now(UTC).strftime("%Y-%m-%d"), "torch": torch.__version__}
-    small, tokenizer = ready(args.base, args.device)
-    answers = dict[str, list[list[int]]]()
-    for kind, some in prompts(tokenizer, args.texts.read_text()).items():
-        made = [stream(small, tokenizer, ids, max_new_tokens=NEW, draft="none") for ids in some]
-        whole = [g for g in made if list(g) and len(g.tokens[0]) == NEW]  # without answers that ended early
-        answers[kind] = [g.prompts[0] + g.tokens[0] for g in whole[: args.each]]
+    report = report_of(args, "draft_follow.json")
+    tokenizer, texts = answers_of(args, NEW)
+    answers = {kind: [prompt + answer for prompt, answer in some] for kind, some in texts.items()}
     dtype = torch.float16 if args.device == "cuda" else torch.bfloat16
     with torch.inference_mode():
         model, decoder = decoder_for(args.variant, args.shape, dtype, args.device)
@@ -178,9 +208,7 @@ def main() -> None:
         about_model = {"model": args.shape, "variant": args.variant}
 
         def keep(row: Row) -> None:
-            rows.append(about_model | row)
-            print(rows[-1], flush=True)
-            out.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+            report(about_model | row)
 
         for row in measured(decoder, tokenizer, answers):
             keep({"part": "generate"} | row | {"recorded": not decoder.reason})
