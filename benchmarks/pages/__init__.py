@@ -47,6 +47,11 @@ def shown(value: float | None, form: str = ".1f") -> str:
     return "" if value is None else format(value, form)
 
 
+def milliseconds(row: dict[str, float], digits: int = 0) -> str:
+    """The median and the p99 of times."""
+    return f"{row['p50']:,.{digits}f} / {row['p99']:,.{digits}f}"
+
+
 def versions(of: dict[str, str | None]) -> str:
     """`name version, name version`, of those that were installed."""
     return ", ".join(f"{k} {v}" for k, v in of.items() if v)

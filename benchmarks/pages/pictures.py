@@ -2,13 +2,13 @@
 
 import json
 
-from pages import RESULTS, part, table
+from pages import RESULTS, milliseconds, part, read, table
 
 
 @part
 def pictures_right() -> str:
     """The small model that was trained on drawn pictures (pictures.json)."""
-    found = json.loads((RESULTS / "pictures.json").read_text())
+    found = read("pictures.json")
     n, m = found["pictures"], found["model"]
     cells = []
     for r in found["rows"]:
@@ -70,16 +70,11 @@ def pictures_first_token() -> str:
 PASSES = {"launched": "launched kernel by kernel", "recorded": "recorded"}
 
 
-def milliseconds(row: dict[str, float], digits: int = 0) -> str:
-    """The median and the p99 of times."""
-    return f"{row['p50']:.{digits}f} / {row['p99']:.{digits}f}"
-
-
 @part
 def pictures_passes() -> str:
     """16 users who send pictures, before their passes were recorded and since (h200/pictures_passes.json)."""
     cells = []
-    for r in json.loads((RESULTS / "h200" / "pictures_passes.json").read_text())["rows"]:
+    for r in read("h200/pictures_passes.json")["rows"]:
         if r.get("passes") in PASSES:
             m, seen = r["mixed"], r["picture"]
             times = (milliseconds(seen["first_ms"]), milliseconds(seen["between_ms"], 1))
@@ -91,7 +86,7 @@ def pictures_passes() -> str:
 @part
 def pictures_recorded() -> str:
     """Users who send pictures, their passes recorded, the tower launched or recorded (h200/pictures_recorded.json)."""
-    report, cells = json.loads((RESULTS / "h200" / "pictures_recorded.json").read_text()), []
+    report, cells = read("h200/pictures_recorded.json"), []
     for r in report["rows"]:
         times = [milliseconds(r[kind][what], digits) for kind in ("picture", "text") if kind in r for what, digits in TIMES]
         users, times = f"{r['pictures']} + {r['texts']}", times + [""] * (4 - len(times))
@@ -112,7 +107,7 @@ SERVED = {
 @part
 def pictures_vllm() -> str:
     """vLLM's server, and lowq's, under users who send pictures (h200/pictures_http.json)."""
-    report, lines = json.loads((RESULTS / "h200" / "pictures_http.json").read_text()), []
+    report, lines = read("h200/pictures_http.json"), []
     for server, row in report["servers"].items():
         date = f"{row['date'][:10]} {row['date'][11:16]}"
         for r in (v for k, v in row.items() if k.startswith("users_")):

@@ -1,6 +1,6 @@
 """docs/serving.md: soaks (cpu/serve_soak*.json, of tests/fuzz/soak.py), swaps of models, adapters, loads (serve_own.py)."""
 
-from pages import part, read, table
+from pages import milliseconds, part, read, table
 
 BAD = ("json", "types", "large", "long", "utf8", "half", "slow")
 
@@ -21,7 +21,7 @@ def own_loads() -> str:
     for name, users in LOADS.items():
         r = run[name]
         t, b = r["ttft_ms"], r["between_ms"]
-        seen = f"{r['tokens_per_s']:,.0f}", f"{t['p50']:.0f} / {t['p99']:,.0f}", f"{b['p50']:.1f} / {b['p99']:.1f}"
+        seen = f"{r['tokens_per_s']:,.0f}", milliseconds(t), milliseconds(b, 1)
         lines.append((users, *seen, f"{b['p99'] / b['p50']:.1f}"))
     columns = ("load", ">tokens/s", ">first token p50 / p99, ms", ">between tokens p50 / p99, ms", ">p99 over p50")
     return table(columns, lines) + f"\n{run['device']}, {run['date'][:10]}.\n"
@@ -93,8 +93,7 @@ def adapters() -> str:
     lowq, vllm = ours["servers"]["lowq"], theirs["servers"]["export"]
     for several in (0, 1, 8):
         r, v = lowq[f"adapters_{several}"], vllm[f"adapters_{several}"]
-        t, b = r["ttft_ms"], r["between_ms"]
-        seen = f"{t['p50']:.0f} / {t['p99']:.0f}", f"{b['p50']:.2f} / {b['p99']:.1f}"
+        seen = milliseconds(r["ttft_ms"]), milliseconds(r["between_ms"], 2)
         speeds = (
             f"{each['tokens_per_s']:,.0f} ({each['tokens_per_s'] / every['adapters_0']['tokens_per_s']:.2f})"
             for each, every in ((r, lowq), (v, vllm))

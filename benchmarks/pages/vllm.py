@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pages import RESULTS, Row, part, read, shown, table
+from pages import RESULTS, Row, milliseconds, part, read, shown, table
 
 SPEED = "h200/vllm_8b*.json"  # a run of vllm_speed.py each
 HTTP = "h?00/serve_http_8b*.json"  # a run each
@@ -168,8 +168,7 @@ def vllm_users() -> str:
     for users in sorted({n for found in engines.values() for n in found}):
         for engine, found in engines.items():
             if row := found.get(users):
-                first, between = row["ttft_ms"], row["between_ms"]
-                times = (f"{t['p50']:.1f} / {t['p99']:.1f}" for t in (first, between))
+                times = (milliseconds(row[k], 1) for k in ("ttft_ms", "between_ms"))
                 lines.append((users, engine, f"{row['tokens_per_s']:,.0f}", *times))
     return table((">users", "engine", ">tokens/s", ">first token, ms p50 / p99", ">between tokens"), lines)
 
@@ -191,7 +190,7 @@ def http_users() -> str:
         for users, ours in ((k, v) for k, v in servers["lowq"].items() if k.startswith("users_")):
             for name, shown_as in HTTP_SERVERS.items():
                 if row := servers.get(name, {}).get(users):
-                    times = (f"{t['p50']:.1f} / {t['p99']:.1f}" for t in (row["ttft_ms"], row["between_ms"]))
+                    times = (milliseconds(row[k], 1) for k in ("ttft_ms", "between_ms"))
                     ratio = "" if row is ours else f"{ours['tokens_per_s'] / row['tokens_per_s']:.2f}"
                     lines.append((row["users"], shown_as, f"{row['tokens_per_s']:,.0f}", ratio, *times))
         columns = (">users", "server", ">tokens/s", ">lowq serve over it", ">first token, ms p50 / p99", ">between tokens")
