@@ -129,6 +129,11 @@ class FromHost(Drafting):
             begun = Recordings(decoder, self.widths, self.step_s)
             self.recordings = decoder.recordings.setdefault(drafter.name, begun)
 
+    @property
+    def plain_s(self) -> float:
+        """Seconds of a plain step by the clock; 0 until one is timed, and where none is."""
+        return 0.0 if self.balance is None else self.balance.plain_s
+
     def about(self) -> str:
         """As `Drafting.about`, with the numbers of rows that were worth a recording until now."""
         if self.recordings is None:
@@ -156,7 +161,7 @@ class FromHost(Drafting):
         self._feed()
         self.guess = self.host.guess(min(self.widths[-1], left) - 1)
         # plain steps of small models wait for the host, which a table of the device's time does not know
-        plain = 1.0 if self.balance is None else max(1.0, self.balance.plain_s / self.step_s)
+        plain = max(1.0, self.plain_s / self.step_s)
         plain = self.costs(SAME_ROWS) if self.same else plain
         if self.recordings is not None:
             return self.recordings.choose(self.guess, self.costs, self.apart, plain)
@@ -182,21 +187,21 @@ class FromHost(Drafting):
 
     def meanwhile(self) -> None:
         """Do work that can wait, until about when the step on the device has ended; one with drafts takes longer than this."""
-        if self.recordings is not None and self.balance is not None and self.recordings.slices is not None:
+        if self.recordings is not None and self.recordings.slices is not None:
             self.once = True
-            self.recordings.meanwhile(self.since + self.balance.plain_s)
+            self.recordings.meanwhile(self.since + self.plain_s)
 
     def _began(self) -> float:
         """When the device began the step after the one that was read: at the latest now, and earlier where the host is late."""
         now = time.perf_counter()
-        if self.recordings is None or self.recordings.slices is None or self.balance is None:
+        if self.recordings is None or self.recordings.slices is None:
             return now
-        return min(now, self.since + self.balance.plain_s)
+        return min(now, self.since + self.plain_s)
 
     def after(self, tokens: int, left: int) -> None:
         """Consider what to record, after a step with so many new tokens. left: tokens that may still be generated."""
-        if self.recordings is not None and self.balance is not None:
-            self.recordings.note(tokens, left, self.balance.plain_s > 0)
+        if self.recordings is not None:
+            self.recordings.note(tokens, left, self.plain_s > 0)
 
     def _feed(self) -> None:
         if self.prompt:

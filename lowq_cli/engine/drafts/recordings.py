@@ -10,7 +10,7 @@ costs, a text that never copies pays nothing, and no text pays more than it coul
 from collections.abc import Sequence
 from typing import Any
 
-from lowq_cli.engine.drafts.draft_length import Costs, most, worth
+from lowq_cli.engine.drafts.draft_length import Costs, most
 from lowq_cli.engine.drafts.drafter import Guess
 from lowq_cli.engine.kernel_launches import checks
 from lowq_cli.engine.slices import Sliced
@@ -45,10 +45,8 @@ class Recordings:
         self._look()
 
     def choose(self, guess: Guess, costs: Costs, apart: float, plain: float) -> int:
-        """As `worth`, of the widths that are ready; notes what the others would save."""
+        """As `draft_length.worth`, of the widths that are ready; notes what the others would save."""
         self.rates = {}
-        if len(self.ready) == len(self.widths):
-            return worth(guess, costs, self.ready, apart, plain)
         drafts, best = most(guess, costs, self.ready, apart, plain)
         for width in set(self.widths).difference(self.ready) if guess.tokens else ():
             more, tokens = most(guess, costs, (width,), apart, plain)
@@ -79,17 +77,16 @@ class Recordings:
 
     def finish(self) -> None:
         """Wait for the recording that was begun."""
-        if self.slices is None:
+        slices, self.slices = self.slices, None
+        if slices is None:
             return
-        self.slices.finish()
-        if (e := self.slices.error) is not None:
-            self.slices = None
+        slices.finish()
+        if (e := slices.error) is not None:
             if not isinstance(e, RuntimeError) or device_lost(e):
                 raise e
             log_error(f"a step of {self.width} rows is not recorded in slices", e)
             self.price[self.width] = AT_ONCE_S  # its first step is run, then recorded
         self.launched.add(self.width)
-        self.slices = None
         self._look()
 
     def _record(self, width: int) -> None:
