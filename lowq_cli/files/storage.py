@@ -30,14 +30,20 @@ def method(config: Mapping[str, Any]) -> str | None:
     return named if named in (METHOD, FP8) else None
 
 
-def check_named(name: str, q: object) -> None:
-    """Raise UnsupportedError for a `quantization_config` of the model `name` that does not name how it is quantized."""
+def method_of_others(name: str, q: object) -> object:
+    """How another tool's `quantization_config` says that the model `name` is quantized.
+
+    Raises UnsupportedError for one that does not say it.
+    """
+    if isinstance(q, str):
+        return q
     named = isinstance(q, Mapping) and (q.get("quant_method") or q.get("quant_type"))
-    if q is not None and not isinstance(q, str) and not named:
+    if not named:
         raise UnsupportedError(
             f"the quantization_config in config.json of {name} names no quant_method; remove that entry if the weights are "
             "plain floats, or give the model that this one was made from"
         )
+    return named
 
 
 def storage(q: Mapping[str, Any] | None, headers: Headers) -> Storage:

@@ -14,7 +14,7 @@ from lowq_cli.devices import pick_device, say_widened
 from lowq_cli.files.checked_view import only_its_files
 from lowq_cli.files.family_tensors import extra_of
 from lowq_cli.files.source import Source
-from lowq_cli.files.storage import FP8, as_lowq, check_named, method
+from lowq_cli.files.storage import FP8, as_lowq, method, method_of_others
 from lowq_cli.files.text_alone import way_out
 from lowq_cli.hf import register
 from lowq_cli.hf.skeleton import model_class
@@ -42,8 +42,7 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
     quantization = config.get("quantization_config")
     stored_by = method(config)
     if quantization is not None and stored_by is None:
-        check_named(source.name, quantization)
-        named = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        named = method_of_others(source.name, quantization)
         raise UnsupportedError(f"{source.name} is quantized as {named!r}; run on the original model: lowq quantize MODEL")
     stray = next((n for n in source.headers if n.endswith(".weight_scale")), None)
     if stray is not None and stored_by in (None, FP8):

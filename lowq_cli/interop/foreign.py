@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from lowq_cli.files.safetensors_io import DTYPES, ITEMSIZE, TORCH_NAMES, FileHeader, TensorHeader, read_json, viewed
 from lowq_cli.files.shapes import check_shapes
 from lowq_cli.files.source import Source, open_source
-from lowq_cli.files.storage import METHOD, check_named, method
+from lowq_cli.files.storage import METHOD, method, method_of_others
 from lowq_cli.state import user_path
 from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError, library_errors
 from lowq_packers.regular import opened
@@ -71,8 +71,7 @@ def foreign_matrices(source: Source) -> "tuple[Format, list[Matrix]] | None":
     fmt = formats.detect(source.config, source.headers)
     if fmt is None:
         if (q := source.config.get("quantization_config")) is not None:
-            check_named(source.name, q)
-            named = q.get("quant_method", q.get("quant_type")) if isinstance(q, Mapping) else q
+            named = method_of_others(source.name, q)
             known = ", ".join(f.title for f in formats.FORMATS.values())
             raise UnsupportedError(
                 f"{source.name} is quantized as {named!r}; lowq opens {known}: give the model it was made from"

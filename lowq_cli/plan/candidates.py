@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from lowq_cli.files.family_tensors import extra_roles, head_roles, known_roles
 from lowq_cli.files.roles import Role
 from lowq_cli.files.source import Cut, Source
-from lowq_cli.files.storage import METHOD, check_named, method
+from lowq_cli.files.storage import METHOD, method, method_of_others
 from lowq_cli.state import as_argument
 from lowq_packers.arch.towers import PROJECTORS, TOWERS
 from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
@@ -69,8 +69,7 @@ def refuse_quantized(source: Source) -> None:
     if method(source.config) == METHOD:
         raise UsageError(f"{source.name} is already a lowq checkpoint; run: lowq generate {as_argument(source.name)}")
     if q is not None:
-        check_named(source.name, q)
-        named = q.get("quant_method", q.get("quant_type")) if isinstance(q, Mapping) else q
+        named = method_of_others(source.name, q)
         raise UnsupportedError(f"{source.name} is already quantized ({named}); give the model it was made from")
     for name, header in source.headers.items():
         if name.endswith(PACKED_SUFFIXES) or header.dtype.startswith("F8"):
