@@ -60,17 +60,17 @@ def _shrink_share(
 ):  # fmt: skip
     offs_r, offs_h = tl.arange(0, R), share * SHARE + tl.arange(0, SHARE)
     mask = offs_h < H
-    held = tl.load(adapters_ptr + first)  # the adapter of which w is
+    last = tl.load(adapters_ptr + first)  # w holds factors of this adapter
     rows = p * R * H + offs_r[:, None] * H + offs_h[None, :]
-    w = tl.load(A_ptr + held.to(tl.int64) * P * R * H + rows, mask=mask[None, :] & (held > 0), other=0.0)
+    w = tl.load(A_ptr + last.to(tl.int64) * P * R * H + rows, mask=mask[None, :] & (last > 0), other=0.0)
     weight = tl.load(weight_ptr + offs_h, mask=mask, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
     for m in tl.range(first, min(first + ROWS, M)):
         a = tl.load(adapters_ptr + m)
-        if (a > 0) & (a != held):
+        if (a > 0) & (a != last):
             w = tl.load(A_ptr + a.to(tl.int64) * P * R * H + rows, mask=mask[None, :], other=0.0)
-            held = a
+            last = a
         row = m * H + offs_h
         x = tl.load(x_ptr + row, mask=mask & (a > 0), other=0.0).to(tl.float32)
         if HAS_DELTA:
@@ -100,6 +100,17 @@ def _norm_shrink_kernel(
 
 
 @triton.jit
+def _gate_factors(B_ptr, A_ptr, a, offs_i, there, width, R: tl.constexpr, R_NEXT: tl.constexpr):
+    """An adapter's factors for columns of h: B of gate and up (I, R), A of the next product (R', I); 0 if not `there`."""
+    B_a, A_a = B_ptr + a.to(tl.int64) * 2 * width * R, A_ptr + a.to(tl.int64) * R_NEXT * width
+    of_gate = offs_i[:, None] * R + tl.arange(0, R)[None, :]
+    w_gate = tl.load(B_a + of_gate, mask=there[:, None], other=0.0)
+    w_up = tl.load(B_a + width * R + of_gate, mask=there[:, None], other=0.0)
+    w_next = tl.load(A_a + tl.arange(0, R_NEXT)[:, None] * width + offs_i[None, :], mask=there[None, :], other=0.0)
+    return w_gate, w_up, w_next
+
+
+@triton.jit
 def _gate_shrink_kernel(
     y_ptr, t_ptr, rms_ptr, B_ptr, A_ptr, h_ptr, next_ptr, adapters_ptr, M, width, shares, next_shares, gate_scale,
     ACT: tl.constexpr, P: tl.constexpr, R: tl.constexpr, R_NEXT: tl.constexpr, ROWS: tl.constexpr, BLOCK_I: tl.constexpr,
@@ -108,25 +119,17 @@ def _gate_shrink_kernel(
     first, block = tl.program_id(0) * ROWS, tl.program_id(1)
     offs_i, offs_r, offs_n = block * BLOCK_I + tl.arange(0, BLOCK_I), tl.arange(0, R), tl.arange(0, R_NEXT)
     offs_s, inside = tl.arange(0, BLOCK_S), offs_i < width
-    held = tl.load(adapters_ptr + first)  # the adapter of which the factors below are
+    last = tl.load(adapters_ptr + first)  # the factors are those of this adapter
     if TRIGGER:
         gdc_launch_dependents()
-    of_gate = offs_i[:, None] * R + offs_r[None, :]
-    of_next = offs_n[:, None] * width + offs_i[None, :]
-    B_held, A_held = B_ptr + held.to(tl.int64) * 2 * width * R, A_ptr + held.to(tl.int64) * R_NEXT * width
-    w_gate = tl.load(B_held + of_gate, mask=(inside & (held > 0))[:, None], other=0.0)
-    w_up = tl.load(B_held + width * R + of_gate, mask=(inside & (held > 0))[:, None], other=0.0)
-    w_next = tl.load(A_held + of_next, mask=(inside & (held > 0))[None, :], other=0.0)
+    w_gate, w_up, w_next = _gate_factors(B_ptr, A_ptr, last, offs_i, inside & (last > 0), width, R, R_NEXT)
     if PDL:
         gdc_wait()
     for m in tl.range(first, min(first + ROWS, M)):
         a = tl.load(adapters_ptr + m)
-        if (a > 0) & (a != held):
-            B_a, A_a = B_ptr + a.to(tl.int64) * 2 * width * R, A_ptr + a.to(tl.int64) * R_NEXT * width
-            w_gate = tl.load(B_a + of_gate, mask=inside[:, None], other=0.0)
-            w_up = tl.load(B_a + width * R + of_gate, mask=inside[:, None], other=0.0)
-            w_next = tl.load(A_a + of_next, mask=inside[None, :], other=0.0)
-            held = a
+        if (a > 0) & (a != last):
+            w_gate, w_up, w_next = _gate_factors(B_ptr, A_ptr, a, offs_i, inside, width, R, R_NEXT)
+            last = a
         there = (offs_s < shares) & (a > 0)
         t_ptrs = t_ptr + (m * P * R + offs_r[:, None]) * shares + offs_s[None, :]
         rms = tl.load(rms_ptr + m)

@@ -38,18 +38,18 @@ def _shrink_rows_kernel(
     first, share, p = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
     offs_r, offs_k = tl.arange(0, R), share * SHARE + tl.arange(0, SHARE)
     mask = offs_k < K
-    held = tl.load(adapters_ptr + first)  # the adapter of which w is
+    last = tl.load(adapters_ptr + first)  # w holds factors of this adapter
     rows = p * R * K + offs_r[:, None] * K + offs_k[None, :]
-    w = tl.load(A_ptr + held.to(tl.int64) * P * R * K + rows, mask=mask[None, :] & (held > 0), other=0.0)
+    w = tl.load(A_ptr + last.to(tl.int64) * P * R * K + rows, mask=mask[None, :] & (last > 0), other=0.0)
     if TRIGGER:
         gdc_launch_dependents()
     if PDL:
         gdc_wait()
     for m in tl.range(first, min(first + ROWS, M)):
         a = tl.load(adapters_ptr + m)
-        if (a > 0) & (a != held):
+        if (a > 0) & (a != last):
             w = tl.load(A_ptr + a.to(tl.int64) * P * R * K + rows, mask=mask[None, :], other=0.0)
-            held = a
+            last = a
         x = tl.load(x_ptr + m * stride_xm + offs_k, mask=mask & (a > 0), other=0.0)
         t = tl.sum(w.to(tl.float32) * x.to(tl.float32)[None, :], 1)
         tl.store(t_ptr + ((m * P + p) * R + offs_r) * shares + share, t)
