@@ -1,7 +1,5 @@
 """Fixtures: the tiny checkpoints of checkpoints.py, each written once, and the demo at 4 bits."""
 
-import json
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from checkpoints import SCHEMES, Checkpoints, Family, write_byte_tokenizer, write_dense, write_dequantized, write_packed
+from shallow import shallow
 
-from lowq_cli.files.source import DEMO
 from lowq_packers.scheme import Scheme
 
 
@@ -93,15 +91,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="session")
 def short_demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's first two layers of six; not to be written into."""
-    from safetensors.torch import load_file, save_file
-
-    folder = Path(shutil.copytree(DEMO, tmp_path_factory.mktemp("short") / "demo"))
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
-    (file,) = folder.glob("*.safetensors")
-    tensors = {n: t for n, t in load_file(file).items() if not re.search(r"\.layers\.[2-9]\.", n)}
-    save_file(tensors, file, metadata={"format": "pt"})
-    return folder
+    return shallow(tmp_path_factory.mktemp("short") / "demo", 2)
 
 
 @pytest.fixture(scope="session")

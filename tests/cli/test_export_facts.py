@@ -62,12 +62,8 @@ FACTS = {
 }
 OF_MIXTURES = ("not normed", "a dense layer")
 OF_A_FAMILY = ("nothing", "tied", "biases", "window", "window switched off")  # which families hold in ways of their own
-ALIKE = (
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "mixtral",
-)  # the other facts are read alike for all: these families take half of them each
+# the other facts are read alike for all: these families take half of them each
+ALIKE = ("mistral", "qwen2", "qwen3", "mixtral")
 
 
 def facts(family):
