@@ -214,16 +214,18 @@ def http_users() -> str:
 @part
 def http_loads() -> str:
     """Loads with documents, agents and chats, and adapters, by `lowq serve` and by vLLM's server with its own kernels."""
-    ours, theirs = (read(f"h200/http_loads_{name}.json") for name in ("lowq", "vllm"))
+    ours, eight_bits, theirs = (read(f"h200/http_loads_{name}.json") for name in ("lowq", "fp8", "vllm"))
     own, other, lines = ours["servers"]["lowq"], theirs["servers"]["export"], []
-    for name in (n for n in own if n.startswith(("rag", "agents", "chats", "adapters"))):
-        one, two = own[name], other.get(name)
+    rows = [(n, n, own[n]) for n in own if n.startswith(("rag", "agents", "chats", "adapters"))]
+    rows += [(f"{n}, `--act fp8`", n, row) for n, row in eight_bits["servers"]["lowq"].items() if n.startswith("rag")]
+    for label, name, one in rows:
+        two = other.get(name)
         ratio = f"{one['tokens_per_s'] / two['tokens_per_s']:.2f}" if two else ""
         times, gaps = [], []
         for row in (one, two):
             times.append("{p50:.0f} / {p99:.0f}".format(**row["ttft_ms"]) if row else "")
             gaps.append("{p50:.1f} / {p99:.0f}".format(**row["between_ms"]) if row else "")
-        load = f"16 users, {name.rpartition('_')[2]} adapters" if name.startswith("adapters") else name
+        load = f"16 users, {name.rpartition('_')[2]} adapters" if name.startswith("adapters") else label
         speeds = [f"{r['tokens_per_s']:,.0f}" if r else "" for r in (one, two)]
         lines.append((load, *speeds, ratio, *times, *gaps))
     columns = (
@@ -236,7 +238,8 @@ def http_loads() -> str:
         ">between tokens",
         ">vLLM",
     )
-    where = f"{ours['device']}, {ours['date'][:10]}, torch {ours['torch']}, vLLM {theirs['vllm']}"
+    dates = f"{ours['date'][:10]} (`--act fp8` {eight_bits['date'][:10]})"
+    where = f"{ours['device']}, {dates}, torch {ours['torch']}, vLLM {theirs['vllm']} with activations of 16 bits"
     how = "one GPU, one server after the other, each with 28 GB of cache; empty cells were not reached"
     return f"{where}, {how}:\n\n{table(columns, lines)}"
 
