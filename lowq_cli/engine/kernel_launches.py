@@ -11,6 +11,7 @@ from torch import nn
 from lowq_cli.engine import folding
 from lowq_cli.engine import steps as s
 from lowq_cli.engine.batch import Batch, KeyValues, Rectangle
+from lowq_cli.engine.drafts.drafter import Angles
 from lowq_cli.engine.plan import Plan
 from lowq_cli.engine.state import state_of_layer
 from lowq_kernels.decode.attend import LONG
@@ -44,14 +45,20 @@ def _multiply(layer: QuantLinear | nn.Linear, M: int, dtype: torch.dtype) -> Non
     dense.linear(layer, torch.zeros(M, layer.in_features, dtype=dtype, device=layer.weight.device))
 
 
-def checks(decoder: Any, T: int) -> Iterator[Callable[[], object]]:
-    """One launch of each kernel of a step of a static decoder that checks drafts in T rows of one sequence."""
+def checks(
+    decoder: Any, T: int, slots: Sequence[int] = (SLOTS, LONG), angles: Angles | None = None
+) -> Iterator[Callable[[], object]]:
+    """One launch of each kernel of a step of a static decoder that checks drafts in T rows of one sequence.
+
+    slots: those of the caches to compile attention for. angles: tables of the plan for at least as many slots; None: they are
+    made, for which the host waits for the device.
+    """
     plan, of_state = decoder.plan, lambda step: bool(step.state)
     yield from products(decoder.linears, decoder.dtype, {T})
-    yield from step_launches(plan, plan.program(T), T, decoder.kv, False, lambda step: not of_state(step))
+    yield from step_launches(plan, plan.program(T), T, decoder.kv, False, lambda step: not of_state(step), angles=angles)
     recurrent = any(isinstance(spec, Recurrent) for spec in plan.states)
-    for slots in () if recurrent else (SLOTS, LONG):  # recurrent layers take the rows of a sequence one by one
-        yield from step_launches(plan, plan.steps, T, decoder.kv, False, of_state, slots, drafted=True)
+    for n in () if recurrent else slots:  # recurrent layers take the rows of a sequence one by one
+        yield from step_launches(plan, plan.steps, T, decoder.kv, False, of_state, n, True, angles)
     yield partial(_accept, plan, T)
 
 
@@ -75,6 +82,7 @@ def step_launches(
     asked: Callable[[s.Step], bool] = lambda step: True,
     slots: int = SLOTS,
     drafted: bool = False,
+    angles: Angles | None = None,
 ) -> Iterator[Callable[[], object]]:
     """One launch of each distinct step for which `asked` is true, for M sequences, with `prompt` for a prompt of M tokens, or
     with `drafted` for M rows of one sequence.
@@ -87,7 +95,7 @@ def step_launches(
         by_host = isinstance(step, s.Experts) and M > FEW_TOKENS and not step.experts.grouped(plan.dtype)
         if asked(step) and not isinstance(step, s.Product) and key not in seen and not by_host:
             seen.add(key)
-            yield partial(_run, plan, step, M, width, kind, prompt, slots, route, drafted)
+            yield partial(_run, plan, step, M, width, kind, prompt, slots, route, drafted, angles)
         route = (step, width) if isinstance(step, s.Route) else route
         width = step.width(width)
 
@@ -102,14 +110,16 @@ def _run(
     slots: int,
     route: tuple[s.Route, int] | None,
     drafted: bool,
+    angles: Angles | None,
 ) -> None:
     """Run one step on zeros; experts after their router. route: the router, and the width of its y."""
     make, texts = partial(torch.zeros, dtype=plan.dtype, device=plan.device), 1 if prompt else M
     ids, pos = (torch.zeros(M, dtype=d, device=plan.device) for d in (torch.int64, torch.int32))
     there = Rectangle(slice(0, 1), 0, M, [M], 1) if prompt else None
-    angles = plan.angles(max(slots, M if prompt else 0), plan.device)
+    angles = angles or plan.angles(max(slots, M if prompt else 0), plan.device)
     batch = Batch(plan.ops, ids, 0 if prompt else M, pos[:texts], angles, ids[:texts] + 1, rectangle=there, tile=plan.tile)
-    states = {i: state_of_layer(plan, i, texts, max(slots, M if prompt else 0), kind) for i in step.state}
+    of = 1 if drafted else texts  # caches
+    states = {i: state_of_layer(plan, i, of, max(slots, M if prompt else 0), kind) for i in step.state}
     if drafted:
         first, tables = ids[:1], ids[:M, None].to(torch.int32)
         batch = replace(batch, drafted=True, groups=(first, first + M, M))

@@ -10,7 +10,7 @@ with its own table of angles, and their cache is not reused.
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from lowq_cli.engine.pictures import Shown, end_of_pass, in_pass
 from lowq_cli.engine.plan import plan_of
 from lowq_cli.engine.rope import Tables
 from lowq_cli.engine.sampling import Sampler, Sampling
+from lowq_cli.engine.slices import Sliced
 from lowq_cli.engine.state import BLOCK, PIECE, ring, static_state, tensors_of
 from lowq_cli.engine.stream import nothing
 from lowq_kernels.decode import Ops
@@ -168,6 +169,25 @@ class NativeDecoder:
         self.written += rows
         step.step(drafts)
         return step
+
+    def record_aside(self, rows: int, before: Iterable[Callable[[], object]]) -> Sliced:
+        """Begin to record the step of `rows` rows in slices, while plain steps run; then it is `ready`, or there is an error.
+
+        before: calls that come first, each of which launches a kernel of the step.
+        """
+        key = replace(self.sampler.sampling, seed=0), self.turns
+        pool = self.run.graph.pool() if self.run is not None else None
+
+        @torch.inference_mode()
+        def work(slices: Sliced) -> None:
+            with torch.cuda.device(self.device):
+                self.plan.make_ready(rows)
+                for launch in before:
+                    slices.pause()
+                    launch()
+                self.verification(rows).record(key, pool, slices)
+
+        return Sliced(work)
 
     @property
     def records_aside(self) -> bool:

@@ -11,7 +11,7 @@ from threading import Condition, Thread
 # Seconds that the work waits to be lent time before it goes on without: it may hold locks that others need.
 PATIENCE_S = 0.05
 # Seconds past the end of a slice after which the caller goes on: a call may take long that was expected to be short.
-LATE_S = 0.001
+LATE_S = 0.0001
 
 
 class Sliced:
@@ -62,13 +62,16 @@ class Sliced:
     def _wait(self) -> None:
         self._lent = False
         self._turn.notify_all()
-        if not self._turn.wait_for(lambda: self._lent or self._alone, PATIENCE_S):
+        if not self._turn.wait_for(self._may_run, PATIENCE_S):
             self._alone = True
+
+    def _may_run(self) -> bool:
+        return self._lent or self._alone
 
     def _run(self, work: Callable[["Sliced"], object]) -> None:
         try:
             with self._turn:
-                self._wait()
+                self._turn.wait_for(self._may_run, PATIENCE_S)
             work(self)
         except Exception as e:  # the caller reads it
             self.error = e

@@ -24,6 +24,7 @@ class SimulatedGPU:
         self.plan, self.step_s, self.record_s, self.at_once_s, self.fails = plan, step_s, record_s, at_once_s, fails
         self.now = self.free = 0.0  # of the host; when the device has done what was launched
         self.balances, self.recordings, self.timed, self.wide = {}, {}, {}, {}
+        self.slots, self.angles = 512, {}
         self.at_once, self.in_slices, self.widths = [], [], []  # widths of recordings, and of steps with drafts
         self.sampler = SimpleNamespace(logits=torch.zeros(1))
 
@@ -36,6 +37,10 @@ class SimulatedGPU:
 
     def verification(self, rows):
         return self.wide.setdefault(rows, SimulatedStep(self, rows))
+
+    def record_aside(self, rows, before):
+        self.now += 150e-6
+        return self.verification(rows)
 
     def verify(self, drafts, rows):
         step = self.verification(rows)
@@ -94,10 +99,6 @@ class SimulatedStep:
 
     def __init__(self, gpu, rows):
         self.gpu, self.rows, self.left, self.ended, self.error = gpu, rows, gpu.record_s, False, None
-
-    def record_aside(self, before):
-        self.gpu.now += 150e-6
-        return self
 
     def lend(self, until):
         spent = min(self.left, max(0.0, until - self.gpu.now))

@@ -143,7 +143,7 @@ def test_a_step_recorded_in_slices_is_replayed(demo, emulated, rows):
     step.lazy, step.repeated = False, None  # as on a GPU
     assert not step.ready
     launched = []
-    slices = step.record_aside([lambda: launched.append(rows)])
+    slices = decoder.record_aside(rows, [lambda: launched.append(rows)])
     slices.lend(time.perf_counter() + 60)
     slices.finish()
     assert slices.error is None
@@ -217,7 +217,7 @@ def test_a_failed_recording_is_told_and_the_work_ends(demo, emulated, monkeypatc
 
     monkeypatch.setattr("lowq_cli.engine.drafts.verify.capture_aside", refused)
     step = decoder.verification(4)
-    slices = step.record_aside()
+    slices = decoder.record_aside(4, [])
     slices.finish()
     assert "not permitted" in str(slices.error)
     assert not step.ready
@@ -274,7 +274,7 @@ def test_the_caller_goes_on_where_work_does_not_hand_back_control():
 
 def test_large_models_are_dense_ones_with_long_steps(monkeypatch):
     dense = SimpleNamespace(steps=[], states=[object()])
-    for seconds, large in ((1.3e-3, True), (0.45e-3, False)):
+    for seconds, large in ((1.3e-3, True), (0.45e-3, True), (0.1e-3, False)):
         monkeypatch.setattr(drafting, "step_s", lambda plan, seconds=seconds: seconds)
         assert drafting.is_large(dense) == large
     monkeypatch.setattr(drafting, "step_s", lambda plan: 1.3e-3)

@@ -35,9 +35,9 @@ WIDE_LAYER_S = 6.5e-6
 ROW = 0.0225  # time of each row after the second, in steps of one row: that model takes 1.92 ms with 16 rows
 FIRST = 16  # plain steps on a GPU before the first drafts, to measure the time of a step
 # Min. seconds of a plain step, in GAP_S, of a large model: its host has time to look for drafts and to record steps while the
-# device computes. With steps of 1.3 ms the first texts of a process had at least 0.98 of the speed of plain steps, with
-# steps of 0.38 ms 0.91 (8B and 1B in 4 bits, h200/draft_first.json).
-LARGE = 10.0
+# device computes. With steps of 1.3 and of 0.38 ms the first texts of a process had at least 0.98 of the speed of plain steps
+# (8B and 1B in 4 bits, H200); smaller models were not measured.
+LARGE = 3.0
 AGAIN = 64  # plain steps after which a device drafter that did not pay off is tried again
 
 

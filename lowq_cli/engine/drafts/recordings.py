@@ -3,8 +3,8 @@
 To record a step of an 8B and run it once took 26 ms on an H200, as long as 20 plain steps, and a text of 64 tokens is over
 before that is earned back. Two things make it cheap. The launches are recorded in slices, in the time in which the host waits
 for plain steps (`engine/slices.py`). And a width is recorded only after plain steps, or steps of other widths, in whose place
-steps of this width would have been expected to save PRICE_S: as with skis, which one hires until the hire has cost what a pair
-costs, a text that never copies pays nothing, and no text pays more than it could have gained so far.
+steps of this width would have been expected to save its price: as with skis, which one hires until the hire has cost what a
+pair costs, a text that never copies pays nothing, and no text pays more than it could have gained so far.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,9 @@ from lowq_cli.engine.slices import Sliced
 from lowq_packers.errors import device_lost, log_error
 
 PRICE_S = 1e-3  # seconds that plain steps lose while another step is recorded in slices
+# Seconds that they lose in addition with the first recording of a process, as calls that load kernels cannot be cut: with it a
+# text of 64 tokens by an 8B took 112 instead of 102 ms (H100).
+LOADING_S = 10e-3
 AT_ONCE_S = 50e-3  # seconds of a recording that plain steps have to wait for, where recording in slices failed
 
 
@@ -32,7 +35,7 @@ class Recordings:
     def __init__(self, decoder: Any, widths: Sequence[int], step_s: float) -> None:
         self.decoder, self.widths, self.step_s = decoder, widths, step_s
         self.ready = list[int]()
-        self.missed, self.price = dict.fromkeys(widths, 0.0), dict.fromkeys(widths, PRICE_S)
+        self.missed, self.price = dict.fromkeys(widths, 0.0), dict.fromkeys(widths, PRICE_S + LOADING_S)
         self.rates = dict[int, float]()  # width -> seconds a token that it would save at the last choice
         self.tokens = 0  # of this text
         self.launched = set[int]()  # widths whose kernels were compiled
@@ -85,6 +88,9 @@ class Recordings:
             if not isinstance(e, RuntimeError) or device_lost(e):
                 raise e
             log_error(f"a step of {self.width} rows is not recorded in slices", e)
+        if not self.launched:
+            self.price = dict.fromkeys(self.widths, PRICE_S)
+        if e is not None:
             self.price[self.width] = AT_ONCE_S  # its first step is run, then recorded
         self.launched.add(self.width)
         self._look()
@@ -93,8 +99,9 @@ class Recordings:
         if self.price[width] == AT_ONCE_S:
             self._have([*self.ready, width])
         else:
-            launches = () if width in self.launched else checks(self.decoder, width)
-            self.width, self.slices = width, self.decoder.verification(width).record_aside(launches)
+            d = self.decoder
+            launches = () if width in self.launched else checks(d, width, (d.slots,), d.angles)
+            self.width, self.slices = width, d.record_aside(width, launches)
 
     def _look(self) -> None:
         steps = self.decoder.wide

@@ -1,6 +1,6 @@
 """A step of the static decoder with drafts: its rows are a sequence's newest token and the drafts after it."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,29 +52,15 @@ class Verification:
     def _key(self) -> tuple[Sampling, bool]:
         return replace(self.decoder.sampler.sampling, seed=0), self.decoder.turns
 
-    def record_aside(self, before: Iterable[Callable[[], object]] = ()) -> Sliced:
-        """Begin to record the step in slices, while plain steps run; at the end it is `ready`, or the slices have an error.
-
-        before: calls that come first, each of which launches a kernel of the step.
-        """
-        d, key, pool = self.decoder, self._key, self.decoder.run.graph.pool()
-
-        @torch.inference_mode()
-        def work(slices: Sliced) -> None:
-            with torch.cuda.device(self.device):
-                d.plan.make_ready(self.T)
-                for launch in before:
-                    slices.pause()
-                    launch()
-                self.pause = slices.pause
-                try:
-                    graph = capture_aside(self.compute, pool, slices.go_on)
-                finally:
-                    self.pause = None
-            graph.logits = self.logits
-            self.captured[key] = graph
-
-        return Sliced(work)
+    def record(self, key: tuple[Sampling, bool], pool: Any, slices: Sliced) -> None:
+        """Record the step for the settings `key` without running it; afterwards it is `ready`. pool: as of `capture_aside`."""
+        self.pause = slices.pause
+        try:
+            graph = capture_aside(self.compute, pool, slices.go_on)
+        finally:
+            self.pause = None
+        graph.logits = self.logits
+        self.captured[key] = graph
 
     def _of_rows(self, one: KeyValues | States) -> KeyValues | States:
         """A layer's state with a block table row for each of the T rows, all of the first sequence."""
