@@ -140,7 +140,7 @@ def measured(
     """A row for each number of rows and each length."""
     decoder: Any  # NativeDecoder, by its plan and drafts
     if name.startswith("whole:"):
-        model = model_of(name, device, torch.float16)
+        model = model_of(name, device, torch.float16, variant)
         decoder = decoder_of(model)
     else:
         model, decoder = decoder_for(variant, name, torch.float16, device)

@@ -109,8 +109,8 @@ NARROW = ("gpt_oss", "glm4_moe", "deepseek_v2", "whole:gemma4/26b-a4b", "whole:n
 STEPS, PROMPT = 200, 1000
 
 
-def model_of(family: str, device: str, dtype: torch.dtype) -> Any:
-    """The model of a family's shape, of random weights in 4 bits."""
+def model_of(family: str, device: str, dtype: torch.dtype, variant: str = "") -> Any:
+    """The model of a family's shape, of random weights in 4 bits, or as a variant of `e2e_decode.widths` says."""
     name = family.removeprefix("whole:")
     if name == family:
         config = AutoConfig.for_model(family, **COMMON, **SHAPES[family])
@@ -122,8 +122,7 @@ def model_of(family: str, device: str, dtype: torch.dtype) -> Any:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     model.generation_config.eos_token_id = None
-    variant = "4g64" if family in NARROW else "4g128"
-    model = quantized_model(model, variant, dtype, device)
+    model = quantized_model(model, variant or ("4g64" if family in NARROW else "4g128"), dtype, device)
     for name, b in list(model.named_buffers()):
         if b.is_meta:
             module, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
