@@ -39,6 +39,10 @@ def instances() -> list[Instance]:
         asked[instance] = None  # type: ignore[index]
         return Nothing(b" ", " ", "")
 
+    sys.path.append(str(ROOT / "tests" / "emulator"))
+    from machine_code import RECORD
+
+    RECORD.clear()  # every test asks the compiler
     real = nvrtc.compiled
     compiled.cache_clear = real.cache_clear  # type: ignore[attr-defined]
     nvrtc.compiled = compiled  # type: ignore[assignment]

@@ -94,7 +94,8 @@ def included(file: str) -> dict[str, str]:
     return files
 
 
-def _key(file: str, expression: str, arch: str) -> str:
+def key(file: str, expression: str, arch: str) -> str:
+    """A hash of everything that the machine code of an instance depends on."""
     h = hashlib.sha256(repr((version(), OPTIONS, arch, file, expression, sorted(included(file).items()))).encode())
     return h.hexdigest()[:40]
 
@@ -127,7 +128,7 @@ def compiled(file: str, expression: str, arch: str) -> Cubin:
     """
     path = None
     with suppress(NotFoundError):  # a user of no home
-        path = cache_dir() / "cubin" / _key(file, expression, arch)
+        path = cache_dir() / "cubin" / key(file, expression, arch)
     with _one_at_a_time[file, expression, arch]:  # if two threads want one kernel, the second finds it in the cache
         cubin = _read(path) if path else None
         if cubin is None:

@@ -1,7 +1,7 @@
 """CUDA instances compiled here, without a GPU, for every architecture: no spills, no local memory; and the cubin cache.
 
 A sample of the shipped instances, chosen so that every kernel, width, dtype and config is met for some architecture; the
-cache makes a second run take seconds.
+record of unchanged sources makes that take a second (tests/emulator/machine_code.py).
 """
 
 import ctypes
@@ -17,6 +17,8 @@ import torch
 
 nvrtc = pytest.importorskip("lowq_kernels.cuda.nvrtc", reason="NVRTC is not installed")
 
+from machine_code import measured, used, without_spills
+
 from lowq_kernels import gpu
 from lowq_kernels.cuda import driver, operands
 from lowq_kernels.decode import attend_cuda, experts, prompt_cuda
@@ -29,14 +31,6 @@ from papers import gemv_rows, gemv_warp32
 
 DTYPES = (torch.float16, torch.bfloat16)
 ARCHS = ("sm_80", "sm_89", "sm_90a")
-
-
-def clean(file, expression, arch):
-    cubin = nvrtc.compiled(file, expression, arch)
-    used = cubin.resources
-    assert "serialized" not in cubin.log, cubin.log  # ptxas waits for every single wgmma: 20 to 60% slower
-    assert used["spill_stores"] == used["spill_loads"] == used["stack"] == 0, f"{expression} {arch}: {used}"
-    return used
 
 
 def shared_out(configs, bits):
@@ -61,7 +55,7 @@ def mma_instances(bits):
 @pytest.mark.parametrize("bits", BITS)
 def test_tile_mma(bits):
     for expression, arch in mma_instances(bits):
-        clean("tile_mma.cu", expression, arch)
+        without_spills("tile_mma.cu", expression, arch)
 
 
 TABLES = [(4, 16, "e2m1/e4m3"), (4, 32, "e2m1/e8m0"), (4, 64, "nf4"), (3, 64, "fitted"), (2, 128, "fitted")]
@@ -78,7 +72,7 @@ def test_tile_mma_of_tables(scheme):
             if registry.named("cuda/tile_mma").config_refuse(call, config) is None:
                 cut = tile_mma.plan(call, config)
                 facts = (s, 4096, dtype, config, cut.M_TILES, cut.copies, gpu.HOPPER.sms)
-                clean("tile_mma.cu", tile_mma.expression(*facts), (*ARCHS, "sm_100a")[i % 4])
+                without_spills("tile_mma.cu", tile_mma.expression(*facts), (*ARCHS, "sm_100a")[i % 4])
                 taken += 1
                 break
     assert taken >= 8
@@ -90,7 +84,9 @@ def test_tile_wgmma(bits):
     for i, c in shared_out(tile_wgmma.CONFIGS, bits):
         group = (128, 48, 0)[i % 3]
         if tile_wgmma.plan(bits, group, "1", c)[0] >= 2:
-            used = clean("tile_wgmma.cu", tile_wgmma.expression(bits, (bits + i) % 2, group, str((i + 1) % 2), c), "sm_90a")
+            used = without_spills(
+                "tile_wgmma.cu", tile_wgmma.expression(bits, (bits + i) % 2, group, str((i + 1) % 2), c), "sm_90a"
+            )
             assert used["registers"] <= 65536 // (tile_wgmma.threads(c) * c["BLOCKS_PER_SM"])
 
 
@@ -103,7 +99,7 @@ def test_tile_wgmma_of_tables(scheme):
             s.bits, s.group_size, operands.form(s), c
         )[0] >= 2:
             expression = tile_wgmma.expression(s.bits, i % 2, s.group_size, operands.form(s), c)
-            assert clean("tile_wgmma.cu", expression, "sm_90a")["registers"] <= 65536 // (
+            assert without_spills("tile_wgmma.cu", expression, "sm_90a")["registers"] <= 65536 // (
                 tile_wgmma.threads(c) * c["BLOCKS_PER_SM"]
             )
 
@@ -116,9 +112,9 @@ def test_experts_of_tables():
         ((4, 64, "nf4"), 0, 2, "sm_80"),
     ):
         cut = experts.Cut.of(2880, Scheme.of(*scheme), 4 if mode == experts.DOWN else None)
-        clean("experts.cu", experts.expression(Scheme.of(*scheme), T, mode, cut), arch)
+        without_spills("experts.cu", experts.expression(Scheme.of(*scheme), T, mode, cut), arch)
     s, (_, config, *_) = Scheme.of(4, 32, "e2m1/e8m0"), tile_wgmma_grouped.CONFIGS.values()
-    clean("tile_wgmma.cu", tile_wgmma.expression(4, 1, 32, operands.form(s), config, grouped=True), "sm_90a")
+    without_spills("tile_wgmma.cu", tile_wgmma.expression(4, 1, 32, operands.form(s), config, grouped=True), "sm_90a")
 
 
 def test_shared_experts_and_routers():
@@ -126,12 +122,12 @@ def test_shared_experts_and_routers():
     for scheme, K, top_k in ((Scheme(4, 128, "float"), 2048, 8), (Scheme(8, 64, "none"), 512, 4)):
         for mode, down_of in ((0, None), (experts.DOWN, top_k)):
             cut = experts.Cut.of(K if mode == 0 else 512, scheme, down_of)
-            clean("experts.cu", experts.expression(scheme, 0, mode, cut, True, True), "sm_90a")
+            without_spills("experts.cu", experts.expression(scheme, 0, mode, cut, True, True), "sm_90a")
     s = Scheme(4, 64, "float")
     for cut, mode in ((experts.Cut.of(4096, s), 0), (experts.Cut.of(1408, s, 8, True), experts.DOWN)):  # of long rows
-        clean("experts.cu", experts.expression(s, 1, mode, cut), "sm_90a")
+        without_spills("experts.cu", experts.expression(s, 1, mode, cut), "sm_90a")
     for shape in ("0, 1, 1, 6, 2", "1, 1, 1, 8, 1", "0, 2, 1, 4, 1", "1, 1, 8, 2, 2"):
-        clean("route.cu", f"route<{shape}>", "sm_90a")
+        without_spills("route.cu", f"route<{shape}>", "sm_90a")
 
 
 @pytest.mark.parametrize("kv", [0, 8, 4])
@@ -143,14 +139,14 @@ def test_attend(kv):
         (1, 128, 128, 8, 0, (8, 1, 1), 64),
         (0, 64, 64, 7, 2, (4, 1, 3), 0),
     ):
-        clean("attend.cu", attend_cuda.expression(*one, attend_cuda.Shape(*cut, 1, 1, 0), page, kv), "sm_90a")
+        without_spills("attend.cu", attend_cuda.expression(*one, attend_cuda.Shape(*cut, 1, 1, 0), page, kv), "sm_90a")
 
 
 @pytest.mark.parametrize(("D", "G", "warps", "cluster", "stages"), [(256, 8, 4, 8, 2), (256, 6, 8, 1, 1), (512, 4, 4, 1, 1)])
 def test_attend_of_wide_heads(D, G, warps, cluster, stages):
     cut = attend_cuda.Shape(warps, cluster, stages, 1, 1, 0)
     for T, R, page, writes, layout in ((0, D, 0, True, 0), (1, 64, 64, True, 1), (1, D, 64, False, 0), (0, 128, 0, True, 6)):
-        clean("attend.cu", attend_cuda.expression(T, D, R, G, T, cut, page, 0, 2, writes, layout), "sm_90a")
+        without_spills("attend.cu", attend_cuda.expression(T, D, R, G, T, cut, page, 0, 2, writes, layout), "sm_90a")
 
 
 @pytest.mark.parametrize(("D", "R", "G", "norm"), [(128, 128, 4, 0), (128, 64, 8, 1), (64, 64, 2, 2)])
@@ -158,28 +154,28 @@ def test_attention_of_rows(D, R, G, norm):
     for M, S in ((2, 512), (16, 512), (16, 8192)):
         rows = attend_cuda.rows_of_block(M, G)
         cut = attend_cuda.rows_shape(M // rows * 8, S, D, rows * G, gpu.HOPPER)
-        used = clean("attend.cu", attend_cuda.expression(0, D, R, G, norm, cut, rows=rows), "sm_90a")
+        used = without_spills("attend.cu", attend_cuda.expression(0, D, R, G, norm, cut, rows=rows), "sm_90a")
         assert used["smem"] + cut.shared <= gpu.HOPPER.smem_block
 
 
 @pytest.mark.parametrize(("D", "stages"), prompt_cuda.STAGES.items())
 def test_prompt(D, stages):
     for T, page in itertools.product((0, 1), (0, 64, 128)):
-        clean("prompt.cu", f"attend_prompt<{T}, {D}, {page}, {stages}>", "sm_90a")
+        without_spills("prompt.cu", f"attend_prompt<{T}, {D}, {page}, {stages}>", "sm_90a")
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_the_others(bits):
     arch = ARCHS[bits % 3]
-    clean("tile_dequant.cu", tile_dequant.expression(bits, bits % 2, 128, True), arch)
+    without_spills("tile_dequant.cu", tile_dequant.expression(bits, bits % 2, 128, True), arch)
     for SUM in (gemv_warp32.FP32X4, gemv_warp32.HALF2, gemv_warp32.INT32 if bits == 3 else gemv_warp32.DP4A):
-        clean("gemv_warp32.cu", gemv_warp32.expression(bits, 0, (128, 48)[SUM % 2], True, SUM, 8), arch)
+        without_spills("gemv_warp32.cu", gemv_warp32.expression(bits, 0, (128, 48)[SUM % 2], True, SUM, 8), arch)
     if bits != 3:
-        clean("gemv_rows.cu", gemv_rows.expression(bits, 1, 128, True, gemv_rows.CONFIGS[bits % 6]), arch)
+        without_spills("gemv_rows.cu", gemv_rows.expression(bits, 1, 128, True, gemv_rows.CONFIGS[bits % 6]), arch)
 
 
 def test_dense_rows():
-    clean("gemv_rows.cu", gemv_rows.expression(gemv_rows.DENSE, 0, 0, False, gemv_rows.CONFIGS[2]), "sm_80")
+    without_spills("gemv_rows.cu", gemv_rows.expression(gemv_rows.DENSE, 0, 0, False, gemv_rows.CONFIGS[2]), "sm_80")
 
 
 def test_a_spill_would_show():
@@ -191,6 +187,16 @@ def test_a_spill_would_show():
         assert nvrtc.compiled("_probe.cu", "f", "sm_80").resources["stack"] >= 256
     finally:
         del nvrtc.sources()["_probe.cu"]
+
+
+def test_the_record_is_what_the_compiler_says():
+    """machine_code.json: three instances of it; without an entry, as after a change of a source, `used` compiles."""
+    for asked in (
+        PROBE,
+        ("attend.cu", attend_cuda.expression(0, 64, 64, 7, 2, attend_cuda.Shape(4, 1, 3, 1, 1, 0), 0, 0), "sm_90a"),
+        ("int8_planes.cu", "int8_planes<0, 4>", "sm_80"),
+    ):
+        assert measured(*asked) == list(used(*asked).values())
 
 
 @pytest.fixture
@@ -321,15 +327,15 @@ def test_tile_wgmma_grouped(bits):
     """Every third config; they differ from tile_wgmma's own by a few instructions."""
     for i, c in list(enumerate(tile_wgmma_grouped.CONFIGS.values()))[bits % 3 :: 3]:
         instance = tile_wgmma.expression(bits, (bits + i) % 2, 128, str((i + 1) % 2), c, grouped=True)
-        used = clean("tile_wgmma.cu", instance, "sm_90a")
+        used = without_spills("tile_wgmma.cu", instance, "sm_90a")
         assert used["registers"] <= 65536 // (tile_wgmma.threads(c) * c["BLOCKS_PER_SM"])
 
 
 def attention(heads, kv, S=131072, ordered=False):
     """(resources, threads, bytes of shared memory) of attend.cu for so many key heads."""
     cut = attend_cuda.shape(heads, S, 128, 4, kv, gpu.HOPPER, ordered)
-    made = nvrtc.compiled("attend.cu", attend_cuda.expression(0, 128, 128, 4, 0, cut, 64, NUMBERS[kv]), gpu.HOPPER.arch)
-    return made.resources, 32 * cut.warps, cut.shared
+    expression = attend_cuda.expression(0, 128, 128, 4, 0, cut, 64, NUMBERS[kv])
+    return used("attend.cu", expression, gpu.HOPPER.arch), 32 * cut.warps, cut.shared
 
 
 def test_one_split_of_l1_is_for_kernels_that_lose_no_block_by_it():

@@ -129,9 +129,11 @@ def _fp8_gemm(on):
 @pytest.mark.parametrize("on", [g for c, g in gpu.ROWS.items() if c >= gpu.LEAST], ids=lambda g: g.arch)
 def test_every_kernel_compiles_for_every_row_that_takes_it(on):
     """One instance of each source; test_cuda_compile.py has the others."""
-    nvrtc = pytest.importorskip("lowq_kernels.cuda.nvrtc", reason="NVRTC is not installed")
+    pytest.importorskip("lowq_kernels.cuda.nvrtc", reason="NVRTC is not installed")
+    from machine_code import used
+
     entries = {p.name for p in KERNELS.rglob("*.cu")}
     assert {f"{name}.cu" for name in INSTANCES} == entries, "a source without an instance here"
     for instance in INSTANCES.values():
         if result := instance(on):
-            assert nvrtc.compiled(*result, on.arch).resources["registers"] <= 255
+            assert used(*result, on.arch)["registers"] <= 255

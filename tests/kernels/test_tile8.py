@@ -14,7 +14,8 @@ from lowq_kernels.dispatch.registry import Call
 from lowq_packers.scheme import Scheme
 
 emulation.require("cuda/tile_int8", compiler=False)
-from lowq_kernels.cuda import nvrtc
+from machine_code import without_spills
+
 from lowq_kernels.decode.gate_product import gate_product
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_kernels.products.cuda import act_rows, tile_wgmma8
@@ -161,12 +162,8 @@ def test_compiles_without_spills(bits, int8):
     if bits == 8 and not int8:
         pytest.skip("e4m3 has no codes of 8 bits")
     for i, group in ((0, 128), (3, 64 if bits in (4, 8) else 0)):
-        cubin = nvrtc.compiled(
-            "tile_wgmma8.cu", tile_wgmma8.expression(bits, i % 2, int8, group, i == 0, tile_wgmma8.CONFIGS[i]), "sm_90a"
-        )
-        used = cubin.resources
-        assert used["spill_stores"] == used["spill_loads"] == used["stack"] == 0, used
-        assert "serialized" not in cubin.log
+        expression = tile_wgmma8.expression(bits, i % 2, int8, group, i == 0, tile_wgmma8.CONFIGS[i])
+        without_spills("tile_wgmma8.cu", expression, "sm_90a")
 
 
 @pytest.mark.parametrize(
