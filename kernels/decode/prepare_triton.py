@@ -1,6 +1,6 @@
 """prepare in one kernel: splits off gates, reorders heads, and applies norms, rotation and factors to q, k and v.
 
-Grid    (M, HQ + 2 HKV): a program makes one head of the output, and of a gated query its gate
+Grid    (M, groups of heads): a program makes one head of the output, of many rows GROUP heads, and of a gated query its gate
 Norms   over all heads at once: each program sums the squares of all heads of its part again; they come from the L2 cache
 Turn    the partner of each turned dim is read beside it: x * cos -+ partner * sin
 Limits  norms over all heads: before the rotation, up to 16,384 values
@@ -20,6 +20,7 @@ from lowq_kernels.decode.launch import pdl
 from lowq_kernels.decode.norms import Norm
 from lowq_kernels.decode.prepare import Prepared
 
+MANY, GROUP = 64, 8  # from so many rows on a program makes 8 heads: H200, 1,054 rows of 48 heads: XX instead of 103 us
 MOST = 16384  # max. values of a norm over all heads: one block of a program
 NONE, EACH, ALL = 0, 1, 2  # no norm; a norm over each head; a norm over all heads at once
 
@@ -36,13 +37,14 @@ def pairs(offs, R: tl.constexpr, NEIGHBOURS: tl.constexpr):
 
 
 @triton.jit
-def statistics(x, there, n, eps, LAYER: tl.constexpr):
-    """The mean (0 for an RMS norm) and 1 / sqrt(mean square) of the values of x where `there` is true."""
+def statistics(x, there, n, eps, LAYER: tl.constexpr, AXIS: tl.constexpr = 0):
+    """The mean (0 for an RMS norm) and 1 / sqrt(mean square) of the values of x where `there` is true: of all values (AXIS 0 of
+    one axis), or of each row (AXIS 1 of two)."""
     mean = 0.0
     if LAYER:
-        mean = tl.sum(x, 0) / n
+        mean = tl.sum(x, AXIS, keep_dims=AXIS == 1) / n
     off = tl.where(there, x - mean, 0.0)
-    return mean, tl.rsqrt(tl.sum(off * off, 0) / n + eps)
+    return mean, tl.rsqrt(tl.sum(off * off, AXIS, keep_dims=AXIS == 1) / n + eps)
 
 
 @triton.jit
@@ -56,36 +58,36 @@ def normed(x, mean, inverse, weight_ptr, bias_ptr, at, mask, WEIGHT: tl.constexp
 
 
 @triton.jit
-def _head(
-    from_ptr, all_ptr, to_ptr, weight_ptr, bias_ptr, cos, sin, head, eps, by, after,
-    HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ALL: tl.constexpr, OVER: tl.constexpr,
-    LAYER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, HEADWISE: tl.constexpr, LAST: tl.constexpr,
-    NEIGHBOURS: tl.constexpr,
+def _heads(
+    from_ptr, step, all_ptr, to_ptr, weight_ptr, bias_ptr, cos, sin, first_head, eps, by, after,
+    HEADS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ALL: tl.constexpr, GROUP: tl.constexpr,
+    OVER: tl.constexpr, LAYER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, HEADWISE: tl.constexpr,
+    LAST: tl.constexpr, NEIGHBOURS: tl.constexpr,
 ):  # fmt: skip
-    """One head at from_ptr, times `by`, normed and turned by cos and sin (BLOCK_D,), times `after`, to to_ptr; all_ptr: the
-    first of its HEADS."""
-    offs = tl.arange(0, BLOCK_D)
-    mask, turns = offs < D, offs < R
+    """GROUP of HEADS heads, from from_ptr on `step` values apart, times `by`, normed and turned by cos and sin (BLOCK_D,),
+    times `after`, go side by side to to_ptr. all_ptr: the first of the HEADS."""
+    offs, own = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, GROUP)[:, None]
     partner, first, _ = pairs(offs, R, NEIGHBOURS)
-    x = tl.load(from_ptr + offs, mask=mask, other=0.0).to(tl.float32) * by
-    other = tl.load(from_ptr + partner, mask=mask, other=0.0).to(tl.float32) * by
-    at = head * D if HEADWISE else 0  # of the norm's factors
+    mask, turns = (offs < D) & (first_head + own < HEADS), offs < R
+    x = tl.load(from_ptr + own * step + offs, mask=mask, other=0.0).to(tl.float32) * by
+    other = tl.load(from_ptr + own * step + partner, mask=mask, other=0.0).to(tl.float32) * by
+    at = (first_head + own) * D if HEADWISE else own * 0  # of the norm's factors
     if OVER > 0 and not LAST:
         if OVER == 1:
-            mean, inverse = statistics(x, mask, D, eps, LAYER)
+            mean, inverse = statistics(x, mask, D, eps, LAYER, 1)
         else:
             offs_all = tl.arange(0, BLOCK_ALL)
             there = offs_all < HEADS * D
             whole = tl.load(all_ptr + offs_all, mask=there, other=0.0).to(tl.float32) * by
-            mean, inverse = statistics(whole, there, HEADS * D, eps, LAYER)
+            mean, inverse = statistics(whole, there, HEADS * D, eps, LAYER, 0)
         x = normed(x, mean, inverse, weight_ptr, bias_ptr, at + offs, mask, WEIGHT, BIAS)
         other = normed(other, mean, inverse, weight_ptr, bias_ptr, at + partner, mask, WEIGHT, BIAS)
     if R:
-        x = tl.where(turns, x * cos + other * tl.where(first, -sin, sin), x)
+        x = tl.where(turns, x * cos[None, :] + other * tl.where(first, -sin[None, :], sin[None, :]), x)
     if OVER > 0 and LAST:
-        mean, inverse = statistics(x, mask, D, eps, LAYER)
+        mean, inverse = statistics(x, mask, D, eps, LAYER, 1)
         x = normed(x, mean, inverse, weight_ptr, bias_ptr, at + offs, mask, WEIGHT, BIAS)
-    tl.store(to_ptr + offs, (x * after).to(to_ptr.dtype.element_ty), mask=mask)
+    tl.store(to_ptr + own * D + offs, (x * after).to(to_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["wide"])
@@ -93,55 +95,60 @@ def _prepare_kernel(
     qkv_ptr, y_ptr, gate_ptr, pos_ptr, cos_ptr, sin_ptr, q_weight, q_bias, k_weight, k_bias, v_weight, v_bias,
     wide, q_eps, k_eps, v_eps, key_scale, beta, period, offset,
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ALL: tl.constexpr,
-    BY_HEAD: tl.constexpr, GATED: tl.constexpr, V_IS_K: tl.constexpr, LAST: tl.constexpr, NEIGHBOURS: tl.constexpr,
-    SCALED: tl.constexpr, Q_OVER: tl.constexpr, Q_LAYER: tl.constexpr, Q_WEIGHT: tl.constexpr, Q_BIAS: tl.constexpr,
-    Q_HEADWISE: tl.constexpr, K_OVER: tl.constexpr, K_LAYER: tl.constexpr, K_WEIGHT: tl.constexpr, K_BIAS: tl.constexpr,
-    K_HEADWISE: tl.constexpr, V_OVER: tl.constexpr, V_LAYER: tl.constexpr, V_WEIGHT: tl.constexpr, V_BIAS: tl.constexpr,
-    V_HEADWISE: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
+    GROUP: tl.constexpr, BY_HEAD: tl.constexpr, GATED: tl.constexpr, V_IS_K: tl.constexpr, LAST: tl.constexpr,
+    NEIGHBOURS: tl.constexpr, SCALED: tl.constexpr, Q_OVER: tl.constexpr, Q_LAYER: tl.constexpr, Q_WEIGHT: tl.constexpr,
+    Q_BIAS: tl.constexpr, Q_HEADWISE: tl.constexpr, K_OVER: tl.constexpr, K_LAYER: tl.constexpr, K_WEIGHT: tl.constexpr,
+    K_BIAS: tl.constexpr, K_HEADWISE: tl.constexpr, V_OVER: tl.constexpr, V_LAYER: tl.constexpr, V_WEIGHT: tl.constexpr,
+    V_BIAS: tl.constexpr, V_HEADWISE: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
     """HKV 0: there are neither k nor v."""
-    row, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if TRIGGER:
         gdc_launch_dependents()
     pos = tl.load(pos_ptr + row)
-    cos, sin = 0.0, 0.0
+    dims = tl.arange(0, BLOCK_D)
+    cos, sin = dims * 0.0, dims * 0.0
     if R:  # positions and angles are read before the previous kernel has ended (launch.py)
-        dims = tl.arange(0, BLOCK_D)
         _, _, angle = pairs(dims, R, NEIGHBOURS)
         at = pos.to(tl.int64) * R + angle
         cos = tl.load(cos_ptr + at, mask=dims < R, other=1.0).to(tl.float32)
         sin = tl.load(sin_ptr + at, mask=dims < R, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
-    token, out = qkv_ptr + row * wide, y_ptr + (row * (HQ + 2 * HKV) + h) * D
+    token, out = qkv_ptr + row * wide, y_ptr + row * (HQ + 2 * HKV) * D
     EACH: tl.constexpr = 2 if GATED else 1
+    Q_GROUPS: tl.constexpr = (HQ + GROUP - 1) // GROUP
+    KV_GROUPS: tl.constexpr = (HKV + GROUP - 1) // GROUP
+    Q_STEP: tl.constexpr = (3 if BY_HEAD else EACH) * D
+    KV_STEP: tl.constexpr = (3 if BY_HEAD else 1) * D
     keys = token + HQ * EACH * D
-    if h < HQ:
-        mine = token + h * (3 if BY_HEAD else EACH) * D
+    if group < Q_GROUPS:
+        h = group * GROUP
         after = 1.0
         if SCALED:
             after = 1.0 + beta * tl.log(1.0 + tl.floor((pos.to(tl.float32) + offset) / period))
-        _head(
-            mine, token, out, q_weight, q_bias, cos, sin, h, q_eps, 1.0, after, HQ, D, R, BLOCK_D, BLOCK_ALL,
-            Q_OVER, Q_LAYER, Q_WEIGHT, Q_BIAS, Q_HEADWISE, LAST, NEIGHBOURS,
+        _heads(
+            token + h * Q_STEP, Q_STEP, token, out + h * D, q_weight, q_bias, cos, sin, h, q_eps, 1.0, after, HQ, D, R, BLOCK_D,
+            BLOCK_ALL, GROUP, Q_OVER, Q_LAYER, Q_WEIGHT, Q_BIAS, Q_HEADWISE, LAST, NEIGHBOURS,
         )  # fmt: skip
         if GATED:
-            offs = tl.arange(0, BLOCK_D)
-            gate = tl.load(mine + D + offs, mask=offs < D)
-            tl.store(gate_ptr + (row * HQ + h) * D + offs, gate, mask=offs < D)
-    elif h < HQ + HKV:
-        own = h - HQ
-        mine = token + (own * 3 + 1) * D if BY_HEAD else keys + own * D
-        _head(
-            mine, keys, out, k_weight, k_bias, cos, sin, own, k_eps, key_scale, 1.0, HKV, D, R, BLOCK_D,
-            BLOCK_ALL, K_OVER, K_LAYER, K_WEIGHT, K_BIAS, K_HEADWISE, LAST, NEIGHBOURS,
+            offs, own = dims[None, :], h + tl.arange(0, GROUP)[:, None]
+            mask = (offs < D) & (own < HQ)
+            gate = tl.load(token + own * Q_STEP + D + offs, mask=mask)
+            tl.store(gate_ptr + (row * HQ + own) * D + offs, gate, mask=mask)
+    elif group < Q_GROUPS + KV_GROUPS:
+        h = (group - Q_GROUPS) * GROUP
+        mine = token + D if BY_HEAD else keys
+        _heads(
+            mine + h * KV_STEP, KV_STEP, keys, out + (HQ + h) * D, k_weight, k_bias, cos, sin, h, k_eps, key_scale, 1.0, HKV, D,
+            R, BLOCK_D, BLOCK_ALL, GROUP, K_OVER, K_LAYER, K_WEIGHT, K_BIAS, K_HEADWISE, LAST, NEIGHBOURS,
         )  # fmt: skip
     else:
-        own = h - HQ - HKV
-        mine = token + (own * 3 + 2) * D if BY_HEAD else keys + (own if V_IS_K else own + HKV) * D
-        _head(
-            mine, keys, out, v_weight, v_bias, cos, sin, own, v_eps, 1.0, 1.0, HKV, D, 0, BLOCK_D,
-            BLOCK_ALL, V_OVER, V_LAYER, V_WEIGHT, V_BIAS, V_HEADWISE, False, NEIGHBOURS,
+        h = (group - Q_GROUPS - KV_GROUPS) * GROUP
+        mine = token + 2 * D if BY_HEAD else keys + (0 if V_IS_K else HKV) * D
+        _heads(
+            mine + h * KV_STEP, KV_STEP, keys, out + (HQ + HKV + h) * D, v_weight, v_bias, cos, sin, h, v_eps, 1.0, 1.0, HKV, D,
+            0, BLOCK_D, BLOCK_ALL, GROUP, V_OVER, V_LAYER, V_WEIGHT, V_BIAS, V_HEADWISE, False, NEIGHBOURS,
         )  # fmt: skip
 
 
@@ -194,11 +201,12 @@ def prepare(
     scale = p.position_scale
     by = (0.0, 1.0, 0.0) if scale is None else (scale.beta, float(scale.period), float(scale.offset))
     turns = cos is not None and sin is not None
-    _prepare_kernel[(M, p.HQ + 2 * HKV)](
+    group = GROUP if M >= MANY else 1
+    _prepare_kernel[(M, triton.cdiv(p.HQ, group) + 2 * triton.cdiv(HKV, group))](
         qkv, y, gate, pos, cos, sin, *pointers, wide, *eps, p.key_scale, *by,
         HQ=p.HQ, HKV=HKV, D=p.D, R=cos.shape[1] if turns and cos is not None else 0, BLOCK_D=triton.next_power_of_2(p.D),
-        BLOCK_ALL=triton.next_power_of_2(max(p.HQ, p.HKV) * p.D) if over_all else 1, BY_HEAD=p.order == "heads",
+        BLOCK_ALL=triton.next_power_of_2(max(p.HQ, p.HKV) * p.D) if over_all else 1, GROUP=group, BY_HEAD=p.order == "heads",
         GATED=p.gated, V_IS_K=p.v_is_k, LAST=p.norm_last, NEIGHBOURS=p.pairing == "neighbours", SCALED=scale is not None,
-        **facts, num_warps=4 if over_all else 1, **pdl(qkv),
+        **facts, num_warps=4 if over_all or group > 1 else 1, **pdl(qkv),
     )  # fmt: skip
     return y, gate

@@ -59,9 +59,12 @@ PREPARED = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("group", [1, 2], ids=["a head at once", "two heads at once"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", PREPARED)
-def test_prepare(name, dtype):
+def test_prepare(name, dtype, group, monkeypatch):
+    monkeypatch.setattr(prepare_triton, "MANY", 1)
+    monkeypatch.setattr(prepare_triton, "GROUP", group)
     HQ, HKV, D, R, facts = PREPARED[name]
     p = Prepared(HQ, HKV, D, **facts)
     assert prepare_triton.refuse(p) is None
