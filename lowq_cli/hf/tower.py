@@ -16,6 +16,7 @@ from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.files.family_tensors import outside_text_prefixes
 from lowq_cli.files.source import Source
 from lowq_cli.files.storage import METHOD, method
+from lowq_cli.hf.fused_tower import fuse
 from lowq_cli.hf.pictures import PIXELS, normalised
 from lowq_cli.hf.skeleton import config_object, model_class
 from lowq_packers.errors import DamagedError, library_errors
@@ -38,6 +39,8 @@ class Tower:
 
     def __init__(self, model: Any) -> None:
         self.model, self.device, self.dtype = model, model.device, model.dtype
+        if self.device.type == "cuda":
+            fuse(model)
 
     @torch.inference_mode()
     def __call__(self, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
