@@ -32,11 +32,12 @@ def _tile(x_ptr, y_ptr, cos1, cos2, sin1, sin2, at, to, mask, HALF: tl.constexpr
 
 @triton.jit
 def _rotate_heads_kernel(
-    q_ptr, k_ptr, cos_ptr, sin_ptr, q_to, k_to, B, q_a, q_b, k_a, k_b, cos_a, cos_b, sin_a, sin_b, q_to_a, q_to_b,
-    k_to_a, k_to_b,
+    q_ptr, k_ptr, cos_ptr, sin_ptr, q_to, k_to, B, q_a, k_a, cos_a, sin_a, q_to_a, k_to_a,
+    q_b: tl.constexpr, k_b: tl.constexpr, cos_b: tl.constexpr, sin_b: tl.constexpr, q_to_b: tl.constexpr, k_to_b: tl.constexpr,
     HALF: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Strides of the first two dims of each tensor; the last one's is 1."""
+    """q_a, q_b: strides of the first two dims of q, and so on; the last one's is 1. The second is a constant: a head of 72 values
+    is then known to start at 16 bytes, and is read four values at a time."""
     a = tl.program_id(0).to(tl.int64)
     b, d = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)[:, None], tl.arange(0, BLOCK)[None, :]
     mask = (b < B) & (d < HALF)
@@ -56,9 +57,9 @@ def rotate(
     given = [t if t.stride(-1) == 1 else t.contiguous() for t in (q, k)]
     given += [(t if t.stride(-1) == 1 else t.contiguous()).expand(A, B, D) for t in (cos, sin)]
     made = torch.empty_like(given[0]), torch.empty_like(given[1])
-    strides = [s for t in (*given, *made) for s in t.stride()[:2]]
+    of_a, of_b = zip(*(t.stride()[:2] for t in (*given, *made)), strict=True)
     _rotate_heads_kernel[(A, triton.cdiv(B, BLOCK_B))](
-        *given, *made, B, *strides,
+        *given, *made, B, *of_a, *of_b,
         HALF=D // 2, BLOCK_B=BLOCK_B, BLOCK=triton.next_power_of_2(D // 2), WIDE=wide, enable_fp_fusion=False,
     )  # fmt: skip
     return made
