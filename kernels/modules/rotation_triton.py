@@ -36,8 +36,8 @@ def _rotate_heads_kernel(
     q_b: tl.constexpr, k_b: tl.constexpr, cos_b: tl.constexpr, sin_b: tl.constexpr, q_to_b: tl.constexpr, k_to_b: tl.constexpr,
     HALF: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """q_a, q_b: strides of the first two dims of q, and so on; the last one's is 1. The second is a constant: a head of 72 values
-    is then known to start at 16 bytes, and is read four values at a time."""
+    """q_a, q_b: strides of the first two dims of q, and so on; the last one's is 1. Those of the second are constants: the
+    compiler then knows that a head of 72 values starts at 16 bytes, and reads four values at a time."""
     a = tl.program_id(0).to(tl.int64)
     b, d = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)[:, None], tl.arange(0, BLOCK)[None, :]
     mask = (b < B) & (d < HALF)
