@@ -85,7 +85,11 @@ class Packed:
     rows: int
     grid: tuple[int, ...]
     tiles: tuple[int, ...]
-    data: bytes
+    data: bytes | bytearray
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        data = pickle.PickleBuffer(self.data) if protocol >= 5 else self.data  # which need not be copied (large_messages.py)
+        return Packed, (self.name, self.rows, self.grid, self.tiles, data)
 
 
 def packed(picture: Picture) -> Packed:

@@ -20,9 +20,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
+from lowq_cli.serving.large_messages import Part, parts, receive, write
 from lowq_cli.serving.measurements import Measurements
 from lowq_cli.serving.request import Busy, Done, Engine, Event, Limits, Mask, Request, Sink, Stats, check, failed
 from lowq_packers.errors import LowqError, UnsupportedError, log_error, one_line
@@ -94,7 +94,7 @@ class ApartEngine:
     def __init__(self, make: Callable[..., Made], *given: Any, standby: Standby | None = None, starts: bool = False) -> None:
         standby = standby or Standby()
         self._pipe, self.process = standby.pipe, standby.process
-        self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[list[Part]] = queue.SimpleQueue()
         self._starts = starts
         try:
             self._tell(make, given)
@@ -188,18 +188,18 @@ class ApartEngine:
             self.process.kill()
             self._listener.join(ENDS_S)
         self.process.join()
-        self._outbox.put(b"")
+        self._outbox.put([])
         self._pipe.close()
 
     def _tell(self, *message: Any) -> None:
         """Queue a message to send: a process that does not read must not block the event loop."""
-        self._outbox.put(bytes(ForkingPickler.dumps(message)))
+        self._outbox.put(parts(message))
 
     def _send(self) -> None:
         """Send queued messages until the end: the main function of the sending thread."""
         with suppress(OSError):  # the process has ended: the listening thread reports it
             while message := self._outbox.get():
-                self._pipe.send_bytes(message)
+                write(self._pipe, message)
 
     def _wait(self, kind: str, done: Done = lambda n, of: None) -> tuple[Any, ...]:
         """Wait for the process's answer and return it; `done` is called with the progress on the way."""
@@ -283,7 +283,7 @@ def _compute(pipe: Connection, first: Callable[..., object] | None, before: tupl
     try:
         if first is not None:
             first(*before)
-        make, given = pipe.recv()
+        make, given = receive(pipe)
         here.send("began")
         here.run(make, given)
     except EOFError:  # a standby process that was not needed
@@ -315,7 +315,7 @@ class _Here:
                     self.refresh(came)
                 if not came:
                     continue
-                what, *rest = self.pipe.recv()
+                what, *rest = receive(self.pipe)
                 if what == "stop":
                     e.stop(0)
                     if rest[0]:

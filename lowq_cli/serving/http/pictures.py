@@ -30,6 +30,7 @@ from lowq_cli.files.picture_file import MOST_BYTES
 from lowq_cli.hf.pictures import Packed
 from lowq_cli.serving.http.fields import Params, known, shown, table, text
 from lowq_cli.serving.http.refusal import wrong
+from lowq_cli.serving.large_messages import receive, send
 from lowq_packers.arch.parts import Images
 from lowq_packers.errors import LowqError, UsageError, log_error, one_line
 
@@ -220,7 +221,7 @@ class _Process:
             if not self.pipe.poll(self.read_s):
                 self.kill()
                 raise _Ended(f"the picture takes longer than {self.read_s:.0f} s to read; make it smaller")
-            reply = self.pipe.recv()
+            reply = receive(self.pipe)
         except (EOFError, OSError):
             self.kill()
             raise _Ended("the picture ended the process that read it; it is damaged or too large") from None
@@ -257,7 +258,7 @@ def _serve(pipe: Any, folder: str, images: Images) -> None:
             reply: Any = packed(processor(decode(data)))
         except Exception as e:  # of the picture, or a bug: the server's process raises it
             reply = _sendable(e)
-        pipe.send(reply)
+        send(pipe, reply)
 
 
 def _sendable(e: Exception) -> Exception:
