@@ -25,8 +25,8 @@ def fuse(tower: nn.Module) -> None:
     """Let the modules of a tower compute rotations and patches in one kernel each."""
     for module in tower.modules():
         if isinstance(module, nn.Conv2d | nn.Conv3d) and _without_overlap(module):
-            module.forward = MethodType(patches, module)
-        elif (forward := _fused(type(module))) is not None:
+            module.forward = MethodType(patches, module)  # type: ignore[method-assign]  # of this module alone
+        elif (forward := _fused(type(module))) is not None:  # type: ignore[arg-type]  # a class is hashable
             module.forward = MethodType(forward, module)
 
 
@@ -104,7 +104,7 @@ def _same(function: Rotation, wide: bool, named: bool) -> bool:
     more = {DIM: 1} if named else {}
     try:
         made = function(q, k, cos, sin, **more)
-    except (RuntimeError, TypeError, ValueError, IndexError):
+    except (RuntimeError, TypeError, ValueError, IndexError):  # a function of other tensors; the tower keeps it
         return False
     wanted = [definition(x, cos[:, None], sin[:, None], wide) for x in (q, k)]
     return isinstance(made, tuple) and len(made) == 2 and all(map(torch.equal, made, wanted))
