@@ -255,7 +255,7 @@ def _serve(pipe: Any, folder: str, images: Images) -> None:
         except (EOFError, OSError):
             return
         try:
-            reply: Any = packed(processor(decode(data)))
+            reply: Any = packed(processor(decode(data)), sha256(data).digest()[:16])
         except Exception as e:  # of the picture, or a bug: the server's process raises it
             reply = _sendable(e)
         send(pipe, reply)
