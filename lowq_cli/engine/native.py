@@ -173,7 +173,7 @@ class NativeDecoder:
     def record_aside(self, rows: int, before: Iterable[Callable[[], object]]) -> Sliced:
         """Begin to record the step of `rows` rows in slices, while plain steps run; then it is `ready`, or there is an error.
 
-        before: calls that come first, each of which launches a kernel of the step.
+        before: calls that come first, each of which launches a kernel of the step; until they are done it can be stopped.
         """
         key = replace(self.sampler.sampling, seed=0), self.turns
         pool = self.run.graph.pool() if self.run is not None else None
@@ -185,6 +185,7 @@ class NativeDecoder:
                 for launch in before:
                     slices.pause()
                     launch()
+                slices.commit()
                 self.verification(rows).record(key, pool, slices)
 
         return Sliced(work)

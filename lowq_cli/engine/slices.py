@@ -6,7 +6,7 @@ released it, which is as long as several steps of a model. Here one of the two a
 
 import time
 from collections.abc import Callable
-from threading import Condition, Thread
+from threading import Condition, Thread, main_thread
 
 # Seconds that the work waits to be lent time before it goes on without: it may hold locks that others need.
 PATIENCE_S = 0.05
@@ -14,8 +14,12 @@ PATIENCE_S = 0.05
 LATE_S = 0.0001
 
 
+class Stopped(Exception):
+    """The work was asked to end."""
+
+
 class Sliced:
-    """A call `work(self)` in a thread, which runs inside `lend` and calls `pause` often.
+    """A call `work(self)` in a thread, which runs inside `lend`, calls `pause` often and `commit` once.
 
     Attributes:
         ended: whether the work is over. error: the exception that ended it, or None.
@@ -26,6 +30,7 @@ class Sliced:
         self.error: Exception | None = None
         self._turn, self._until = Condition(), 0.0
         self._lent = self._alone = False  # whether the work may run; whether it runs without being lent time
+        self._stopped = self._committed = False
         self._thread = Thread(target=self._run, args=(work,))
         self._thread.start()
 
@@ -42,11 +47,27 @@ class Sliced:
             self._turn.wait_for(lambda: not self._lent, until + LATE_S - time.perf_counter())
 
     def pause(self) -> None:
-        """Called by the work: wait for the next slice if this one is over."""
+        """Called by the work: wait for the next slice if this one is over. Raises Stopped as `commit`."""
+        if not self._committed and (self._stopped or not main_thread().is_alive()):
+            raise Stopped
         if self._alone or time.perf_counter() < self._until:
             return
         with self._turn:
             self._wait()
+
+    def commit(self) -> None:
+        """Called by the work: from now on it goes on to its end. Raises Stopped if it was stopped, or the process ends."""
+        with self._turn:
+            if self._stopped or not main_thread().is_alive():
+                raise Stopped
+            self._committed = True
+
+    def stop(self) -> bool:
+        """Let the work end at its next `pause`, without waiting for it; False if it has committed itself."""
+        with self._turn:
+            self._stopped = not self._committed
+        self.go_on()
+        return self._stopped
 
     def go_on(self) -> None:
         """Let the rest of the work run without slices: it waits in foreign calls, or the caller has nothing else to do."""

@@ -16,6 +16,8 @@ import torch
 
 from lowq_cli import console
 from lowq_cli.engine import native_loader, precompiling
+from lowq_cli.engine.drafts import drafting
+from lowq_cli.engine.kernel_launches import checks
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.parallel_read import Blank
 from lowq_cli.engine.prompts import context_limit
@@ -57,13 +59,16 @@ def launch_unless(stopped: Callable[[], bool], launch: Callable[[], object]) -> 
 
 
 def launches(model: Any) -> list[Callable[[], object]]:
-    """Return one launch of each kernel of single generations and of a server, those of the first generation first."""
+    """Return one launch of each kernel of single generations, of a server, and of steps with drafts, in this order."""
     decoder, met = NativeDecoder(model), set[object]()
     work = [one for way in WAYS for one in precompiling.launches(model, decoder, 1, 1, way, met)]
     trial = cache_allocator.trial_runner(
         decoder.plan, decoder.kv, MOST["cuda"], context_limit(model) or cache_allocator.NO_LIMIT, False
     )
-    return work + cache_allocator.launches(trial)
+    work += cache_allocator.launches(trial)
+    if drafting.is_dense(decoder.plan):
+        work += [one for T in drafting.WIDTHS["cuda"] for one in checks(decoder, T)]
+    return work
 
 
 def stand_in(source: Source, plan: Plan, folder: Path) -> SimpleNamespace:

@@ -13,7 +13,7 @@ from simulated_gpu import SimulatedGPU
 
 from lowq_cli.engine.drafts import drafting
 from lowq_cli.engine.drafts.ngram import NGram
-from lowq_cli.engine.drafts.recordings import AT_ONCE_S
+from lowq_cli.engine.drafts.recordings import AT_ONCE_S, Recordings
 from lowq_cli.engine.graph import Captured, keep
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.open_model import ready
@@ -270,6 +270,60 @@ def test_the_caller_goes_on_where_work_does_not_hand_back_control():
     gate.set()
     slices.finish()
     assert done
+
+
+def test_work_is_stopped_at_its_next_pause_unless_it_has_committed_itself():
+    gate, done = threading.Event(), []
+
+    def work(slices):
+        done.append(1)
+        gate.wait(60)
+        slices.pause()
+        slices.commit()
+        done.append(2)
+
+    slices = Sliced(work)
+    slices.lend(time.perf_counter() + 1e-3)
+    assert slices.stop()
+    gate.set()
+    slices.finish()
+    assert done == [1]
+    later = Sliced(work)
+    later.finish()
+    assert not later.stop()
+    assert done == [1, 1, 2]
+
+
+def test_a_next_text_does_not_wait_for_a_compiler(emulated, monkeypatch):
+    """The recording that is given up there is begun again once the compiler has returned."""
+    decoder, _ = emulated
+    decoder.drafts = True
+    decoder.start([[5, 6, 7]], Sampling(), 60)
+    decoder.run = Captured(Replayed(decoder.forward_step, 0))
+    entered, gate = threading.Event(), threading.Event()
+
+    def compiles():
+        entered.set()
+        gate.wait(60)
+
+    def begin():
+        rows.rates = {4: 1.0}
+        rows.note(1, 100, True)
+        rows.meanwhile(time.perf_counter() + 1e-3)
+
+    rows = decoder.recordings["ngram"] = Recordings(decoder, (4,), 1e-3)
+    monkeypatch.setattr("lowq_cli.engine.drafts.recordings.checks", lambda *a: [compiles])
+    begin()
+    assert entered.wait(60)
+    decoder.make_room(1, 60)
+    assert rows.slices is None
+    begin()
+    assert rows.slices is None
+    gate.set()
+    rows.stopped.finish()
+    while not rows.ready:
+        begin()
+    assert rows.ready == [4]
 
 
 def test_large_models_are_dense_ones_with_long_steps(monkeypatch):

@@ -266,11 +266,16 @@ def step_s(plan: Any) -> float:
     return sum(t.nbytes for t in tensors) / READ + (len(plan.states) or 1) * LAYER_S
 
 
+def is_dense(plan: Any) -> bool:
+    """Whether rows of one sequence cost little more than one: rows of mixtures read other experts, and recurrent layers need a
+    state per draft."""
+    experts = any(isinstance(step, Experts) for step in plan.steps)
+    return not experts and not any(isinstance(spec, Recurrent) for spec in plan.states)
+
+
 def is_large(plan: Any) -> bool:
-    """Whether the host has time for other work in a plain step of the plan, and rows cost as little as in dense models: rows of
-    mixtures read other experts, and recurrent layers need a state per draft."""
-    dense = not any(isinstance(step, Experts) for step in plan.steps)
-    return dense and not any(isinstance(spec, Recurrent) for spec in plan.states) and step_s(plan) >= LARGE * GAP_S
+    """Whether a dense plan's steps are so long that the host has time for other work in a plain one."""
+    return is_dense(plan) and step_s(plan) >= LARGE * GAP_S
 
 
 def estimated(plan: Any) -> Costs:

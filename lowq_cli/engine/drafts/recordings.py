@@ -40,6 +40,7 @@ class Recordings:
         self.tokens = 0  # of this text
         self.launched = set[int]()  # widths whose kernels were compiled
         self.slices: Sliced | None = None
+        self.stopped: Sliced | None = None  # the last one that was given up; it may still be in a compiler
         self.width = 0  # that is being recorded
 
     def begin(self) -> None:
@@ -66,7 +67,7 @@ class Recordings:
         for width, seconds in self.rates.items():
             self.missed[width] += seconds * tokens
         widths, self.rates = list(self.rates), {}
-        if begins and self.slices is None and widths:
+        if begins and widths and self.slices is None and (self.stopped is None or self.stopped.ended):
             width = max(widths, key=lambda w: self.missed[w] / self.price[w])
             if self.missed[width] * min(1.0, left / self.tokens) >= self.price[width]:
                 self._record(width)
@@ -76,13 +77,20 @@ class Recordings:
         if self.slices is not None:
             self.slices.lend(until)
             if self.slices.ended:
-                self.finish()
+                self._take()
 
     def finish(self) -> None:
-        """Wait for the recording that was begun."""
-        slices, self.slices = self.slices, None
-        if slices is None:
+        """Wait for the recording that was begun, or give it up while its kernels are still compiled, which can take seconds."""
+        if self.slices is None:
             return
+        if not self.slices.ended and self.slices.stop():
+            self.slices, self.stopped = None, self.slices
+        else:
+            self._take()
+
+    def _take(self) -> None:
+        assert self.slices is not None
+        slices, self.slices = self.slices, None
         slices.finish()
         if (e := slices.error) is not None:
             if not isinstance(e, RuntimeError) or device_lost(e):
