@@ -23,7 +23,7 @@ ROUND = {  # (file, call) -> why it need not go through the door
     ("kernels/products/cpu/native.py", "ctypes.CDLL"): "what was checked in a folder of this user alone, or the wheel's",
     ("lowq_cli/calibrate/end_to_end.py", "load_file"): "the name of the open file",
     ("lowq_cli/calibrate/layer_file.py", "safe_open"): "the name of the open file",
-    ("lowq_cli/serving/http/batch_file.py", "out.open"): "answers are added to it; `answered` reads it by the door",
+    ("lowq_cli/serving/http/batch_file.py", "path.open"): "answers are added to it; `answered` reads it by the door",
     ("lowq_cli/run/draft_training.py", "load_file"): "the name of the open file",
     ("lowq_cli/run/draft_training.py", "safe_open"): "the name of the open file",
     ("lowq_cli/running.py", "log.read_text"): "what a process of ours has just written",

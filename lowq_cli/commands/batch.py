@@ -3,7 +3,7 @@
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,7 +12,7 @@ from lowq_cli.commands import Device, KvCache, checkpoint_argument, option
 from lowq_packers.errors import UsageError
 
 if TYPE_CHECKING:
-    from lowq_cli.serving.http.batch_file import Line
+    from lowq_cli.serving.http.batch_file import Answers, Line
     from lowq_cli.serving.http.opening import Opening
 
 EXAMPLES = """Examples:
@@ -80,7 +80,7 @@ def _text(file: str) -> str:
         raise UsageError("stdin is not UTF-8 text; a batch has one JSON object per line") from None
 
 
-def _answer(opening: "Opening", lines: "list[Line]", answers: BinaryIO) -> dict[str, int]:
+def _answer(opening: "Opening", lines: "list[Line]", answers: "Answers") -> dict[str, int]:
     """Answer requests into a file. Raises LowqError where the engine ends."""
     import asyncio
 
@@ -105,7 +105,6 @@ def _answer(opening: "Opening", lines: "list[Line]", answers: BinaryIO) -> dict[
             def write(row: bytes) -> None:
                 nonlocal done
                 answers.write(row)
-                answers.flush()
                 done += 1
                 advance(done, "")
 

@@ -115,9 +115,24 @@ def test_one_command_at_a_time_writes_a_file_of_answers(tmp_path):
             f.write(row)
         assert out.read_bytes() == (row + row if before else row)
     out.unlink()
-    with held(out):
+    with held(out), pytest.raises(BusyError, match="another lowq is writing"), held(out):
         pass
-    assert not out.exists()
+    assert not list(tmp_path.iterdir())
+    with held(out) as (f, done):
+        assert not done
+        assert not out.exists()
+        for many in (1, 2):
+            f.write(row)
+            assert out.read_bytes() == many * row
+            with pytest.raises(BusyError, match="another lowq is writing"), held(out):
+                pass
+    out.unlink()
+    with held(out) as (f, _):
+        out.write_text("my diary\n")
+        with pytest.raises(UsageError, match="another program"):
+            f.write(row)
+    assert out.read_text() == "my diary\n"
+    out.unlink()
     with pytest.raises(UsageError, match="cannot write to"), held(tmp_path / "none" / "a.jsonl"):
         pass
     os.mkfifo(out)
@@ -139,15 +154,19 @@ def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path):
     assert not (tmp_path / "f.answers.jsonl").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_batch_that_is_ended_before_its_first_answer_leaves_no_file(number, talk, tmp_path):
     file, out = tmp_path / "f.jsonl", tmp_path / "f.answers.jsonl"
     file.write_text(request("a", {"prompt": "x", "max_tokens": 4096, "ignore_eos": True}))
     process = subprocess.Popen([LOWQ, "batch", file, talk, "--device", "cpu"], stderr=subprocess.DEVNULL)
     until = time.monotonic() + 120
-    while not out.exists():
+    while len(list(tmp_path.iterdir())) == 1:
         assert time.monotonic() < until
         assert process.poll() is None
     process.send_signal(number)
-    assert process.wait(60) == 128 + number
+    killed = number == signal.SIGKILL
+    assert process.wait(60) == (-number if killed else 128 + number)
     assert not out.exists()
+    with held(out) as (_, done):  # the next command goes on with what a killed one has left
+        assert not done
+    assert list(tmp_path.iterdir()) == [file]

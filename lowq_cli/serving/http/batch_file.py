@@ -68,39 +68,67 @@ def read(text: str, where: str) -> list[Line]:
     return list(lines.values())
 
 
+class Answers:
+    """The file of answers, open and locked. It has the name `_hidden` until its first line."""
+
+    def __init__(self, f: BinaryIO, out: Path) -> None:
+        self.f, self.out = f, out
+
+    def write(self, row: bytes) -> None:
+        """Append a line of answers. Raises UsageError where another program has made a file of this name."""
+        self.f.write(row)
+        self.f.flush()
+        if not _is(self.f, self.out):
+            if self.out.exists():
+                raise UsageError(f"another program has written {self.out} meanwhile; name another file with --out")
+            _hidden(self.out).rename(self.out)
+
+
 @contextmanager
-def held(out: Path) -> Iterator[tuple[BinaryIO, set[str]]]:
+def held(out: Path) -> Iterator[tuple[Answers, set[str]]]:
     """The file of answers, locked and open for more of them, and what `answered` finds in it. Removed if it stays empty.
 
     Raises BusyError where another process has it, and UsageError where it cannot be written or as `answered`.
     """
     with ExitStack() as stack:
-        stack.callback(_remove_empty, out)  # ahead of the opening, so that a signal at any moment leaves no file
+        for path in (out, _hidden(out)):
+            stack.callback(_remove_empty, path)  # ahead of the opening, so that a signal at any moment leaves no file
         with writing(out):
             f, done = _locked(out, stack), answered(out)
-            if not _is(f, out):  # `answered` has written it anew
+            if out.exists() and not _is(f, out):  # `answered` has written it anew
                 f = _locked(out, stack)
-        yield f, done
+        yield Answers(f, out), done
 
 
-def _remove_empty(out: Path) -> None:
+def _hidden(out: Path) -> Path:
+    """The name of a file of answers without a line, which SIGKILL may leave."""
+    return out.with_name(f".{out.name}.begun")
+
+
+def _remove_empty(path: Path) -> None:
     """Remove the file if it is empty and no other process has it."""
     with suppress(OSError):
-        if out.is_file() and not out.stat().st_size:
-            with out.open("ab") as f:
-                if lock(f.fileno()) is not False and _is(f, out) and not out.stat().st_size:
-                    out.unlink()
+        if path.is_file() and not path.stat().st_size:
+            with path.open("ab") as f:
+                if lock(f.fileno()) is not False and _is(f, path) and not path.stat().st_size:
+                    path.unlink()
 
 
 def _locked(out: Path, stack: ExitStack) -> BinaryIO:
     """The file open for more lines, and locked until `stack` ends. Raises BusyError."""
-    if out.exists() and not out.is_file():
-        raise UsageError(f"{out} is not a regular file; name another file with --out")  # opening a pipe would wait for a reader
+    hidden = _hidden(out)
+    for path in (out, hidden):
+        if (path.exists() and not path.is_file()) or hidden.is_symlink():  # opening a pipe would wait for a reader
+            raise UsageError(f"{path} is not a regular file; name another file with --out")
     while True:
-        f = stack.enter_context(out.open("ab"))
+        path = out if out.exists() else hidden
+        f = stack.enter_context(path.open("ab"))
         if lock(f.fileno()) is False:
             raise BusyError(f"another lowq is writing to {out}; wait for it, or use another --out")
-        if _is(f, out):  # the process that had the lock may have written it anew, or removed it
+        # the process that had the lock may have written it anew, removed it, or given it its name
+        if _is(f, path) and (path == out or not out.exists()):
+            if path != out:
+                f.truncate(0)  # a line whose process was killed before it gave the file its name
             return f
 
 
