@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # prefix that PEFT's wrappers add to a module's name
 FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])(\.default)?\.weight")
+# options of PEFT's LoRA under which a layer adds something else than B A x, or adds it to some tokens only, or is kept whole
+UNPLAIN = (
+    "use_dora", "modules_to_save", "lora_bias", "trainable_token_indices", "layer_replication", "alora_invocation_tokens",
+    "use_qalora", "use_bdlora", "kasa_config", "arrow_config",
+)  # fmt: skip
 LARGEST = 1 << 34  # max. bytes of the weight file
 
 
@@ -70,15 +75,12 @@ def _check(config: Mapping[str, Any], path: Path) -> None:
     kind = config.get("peft_type")
     if kind != "LORA":
         raise UnsupportedError(f"{path} is an adapter of the kind {kind}; lowq supports only LORA")
-    unplain = {
-        "use_dora": config.get("use_dora"),
-        "bias": config.get("bias") not in (None, "none"),
-        "modules_to_save": config.get("modules_to_save"),
-        "lora_bias": config.get("lora_bias"),
-        "trainable_token_indices": config.get("trainable_token_indices"),
-        "layer_replication": config.get("layer_replication"),
-    }
-    if named := next((name for name, given in unplain.items() if given), None):
+    if given := config.get("target_parameters"):
+        what = f"{path} adapts {given[0] if isinstance(given, list) else given} (target_parameters)"
+        only = "lowq supports only adapters of linear layers"
+        raise UnsupportedError(f"{what}; {only}; merge it into its base (merge_and_unload)")
+    biased = ("bias",) if config.get("bias") not in (None, "none") else ()
+    if named := next((name for name in (*UNPLAIN, *biased) if config.get(name)), None):
         raise UnsupportedError(f"{path}: {named} is more than low-rank factors; merge it into its base (merge_and_unload)")
 
 

@@ -110,6 +110,8 @@ def test_an_own_forward_is_that_of_the_merged_model(packed, adapters):
         ({"use_dora": True}, "use_dora"),
         ({"bias": "all"}, "bias"),
         ({"modules_to_save": ["x"]}, "modules_to_save"),
+        ({"target_parameters": ["mlp.experts.gate_up_proj"]}, r"adapts mlp\.experts\.gate_up_proj \(target_parameters\)"),
+        ({"alora_invocation_tokens": [1, 2]}, "alora_invocation_tokens"),
     ],
     ids=str,
 )
