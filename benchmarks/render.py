@@ -7,11 +7,12 @@ A generated part stands between `<!-- lowq:NAME -->` and `<!-- /lowq:NAME -->`; 
 here. docs/gemv.md and docs/splitk.md are written whole. Runs anywhere, without a GPU. The pictures: plots.py.
 """
 
+import contextlib
 import importlib
+import io
 import os
 import pkgutil
 import re
-import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -32,17 +33,12 @@ def cli_help() -> str:
     """Every command's --help, as the terminal shows it."""
     from lowq_cli import main
 
-    lowq = Path(sys.executable).with_name("lowq")
+    os.environ |= {"COLUMNS": "110", "TERMINAL_WIDTH": "110"}
     parts = []
     for command in main.app.registered_commands:
-        done = subprocess.run(
-            [lowq, str(command.name), "--help"],
-            capture_output=True,
-            text=True,
-            check=True,
-            env={**os.environ, "COLUMNS": "110", "TERMINAL_WIDTH": "110"},
-        )
-        parts.append(f"## lowq {command.name}\n\n```text\n{done.stdout.strip()}\n```\n")
+        with contextlib.redirect_stdout(io.StringIO()) as page:
+            assert main.main([str(command.name), "--help"]) == 0
+        parts.append(f"## lowq {command.name}\n\n```text\n{page.getvalue().strip()}\n```\n")
     return "\n".join(parts)
 
 

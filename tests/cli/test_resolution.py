@@ -240,7 +240,6 @@ class Words:
 @pytest.mark.parametrize(
     "template",
     [
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
         "{{ 'A' * 3000000000 }}",
         "{{ ''.__class__.__mro__ }}",
         "{{ raise_exception('only users speak') }}",
@@ -248,7 +247,8 @@ class Words:
         "{{ messages[7].content.x.y }}",
     ],
 )
-def test_a_chat_template_spends_its_budget(template):
+def test_a_chat_template_that_fails_is_one_line(template):
+    """Those that never end: tests/serving/test_template_bombs.py."""
     with pytest.raises(LowqError, match="the model's chat template"):
         encode(Words(template), "hello", chat=True)
     assert encode(Words("{{ messages[0].content }}"), "hello", chat=True) == [5], "and the next one is rendered"

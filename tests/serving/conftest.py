@@ -73,8 +73,11 @@ class Server:
         return self.process.wait(seconds)
 
 
-def begin(folder, *flags, ready=True):
-    line = [LOWQ, "serve", folder, "--port", "0", "--device", "cpu", *flags]
+def begin(folder, *flags, ready=True, bounds=None):
+    """bounds: seconds of `engine_process` that this server has instead of its own."""
+    script = f"from lowq_cli.main import run; from lowq_cli.serving import engine_process as e; vars(e).update({bounds}); run()"
+    program = [sys.executable, "-P", "-c", script] if bounds else [LOWQ]
+    line = [*program, "serve", folder, "--port", "0", "--device", "cpu", *flags]
     server = Server(subprocess.Popen(list(map(str, line)), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
     threading.Thread(target=server.read, daemon=True).start()
     return server.wait_ready() if ready else server

@@ -16,7 +16,7 @@ import torch
 from shallow import shallow
 
 from lowq_cli import main
-from lowq_cli.serving import engine_process, engines
+from lowq_cli.serving import engines
 from lowq_cli.serving.engine_process import ApartEngine
 from lowq_cli.serving.http import run
 
@@ -239,7 +239,8 @@ def test_a_log_that_takes_no_line_costs_no_answer(talk, how):
 
 def test_an_engine_that_does_not_read_is_reported_and_sigterm_ends_it(start_on, tmp_path):
     """Stopped, with more prompts than a pipe holds: /ready says so, requests are refused, and the process ends in time."""
-    s = start_on(shallow(tmp_path / "one", layers=1), "--grace", "0")
+    short = {"SILENT_S": 3.0, "ENDS_S": 2.0}  # instead of 10 s each
+    s = start_on(shallow(tmp_path / "one", layers=1), "--grace", "0", bounds=short)
     engine = engine_of(s)
     os.kill(engine, signal.SIGSTOP)
     address = ("127.0.0.1", int(s.url.rpartition(":")[2]))
@@ -264,7 +265,7 @@ def test_an_engine_that_does_not_read_is_reported_and_sigterm_ends_it(start_on, 
         some.close()
     assert httpx.get(f"{s.url}/ready", timeout=60).status_code == 200
     os.kill(engine, signal.SIGSTOP)
-    assert s.stop(seconds=engine_process.ENDS_S + run.DRAIN_S + run.LATE_S + 5) == 0
+    assert s.stop(seconds=short["ENDS_S"] + run.DRAIN_S + run.LATE_S + 5) == 0
     with pytest.raises(ProcessLookupError):
         os.kill(engine, 0)
 
