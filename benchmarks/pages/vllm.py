@@ -238,7 +238,7 @@ def http_loads() -> str:
         ">between tokens",
         ">vLLM",
     )
-    dates = f"{ours['date'][:10]} (`--act fp8` {eight_bits['date'][:10]})"
+    dates = f"{ours['date'][:10]} (`--act fp8` and vLLM's agents {eight_bits['date'][:10]})"
     where = f"{ours['device']}, {dates}, torch {ours['torch']}, vLLM {theirs['vllm']} with activations of 16 bits"
     how = "one GPU, one server after the other, each with 28 GB of cache; empty cells were not reached"
     return f"{where}, {how}:\n\n{table(columns, lines)}"
