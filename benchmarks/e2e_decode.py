@@ -140,7 +140,12 @@ def random_meta(
     """Scales, zeros and, as (*tables, width), factors that give random codes that spread."""
     scales = torch.rand(shape, device=device) + 0.5
     if not scheme.table:
-        zeros = None if scheme.zero == "none" else (scheme.levels - 1) / 2 + torch.rand(shape, device=device) - 0.5
+        if (
+            scheme.zero == "none"
+        ):  # of either sign: the codes' mean is -1/2, which would make all tokens alike within a few layers
+            zeros, scales = None, scales * (torch.randint(0, 2, shape, device=device) * 2 - 1)
+        else:
+            zeros = (scheme.levels - 1) / 2 + torch.rand(shape, device=device) - 0.5
         return (scales * (3.4 / scheme.levels / K**0.5)).to(dtype), None if zeros is None else zeros.to(dtype), None
     unit = 1 / float(values(scheme, None).square().mean().sqrt()) / K**0.5
     if scheme.table_width:  # NVFP4's scales are about 1, apart from their factor

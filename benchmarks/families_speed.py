@@ -119,10 +119,15 @@ def model_of(family: str, device: str, dtype: torch.dtype, variant: str = "") ->
         config.num_hidden_layers = WHOLE[name] or config.num_hidden_layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[: config.num_hidden_layers]
+    return random_model(config, variant or ("4g64" if family in NARROW else "4g128"), device, dtype)
+
+
+def random_model(config: Any, variant: str, device: str, dtype: torch.dtype) -> Any:
+    """The model of a config, of random weights packed as `variant` says."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     model.generation_config.eos_token_id = None
-    model = quantized_model(model, variant or ("4g64" if family in NARROW else "4g128"), dtype, device)
+    model = quantized_model(model, variant, dtype, device)
     for name, b in list(model.named_buffers()):
         if b.is_meta:
             module, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
