@@ -11,7 +11,7 @@ from lowq_cli.calibrate.residual_stream import why_not
 from lowq_packers import arch
 from lowq_packers.arch.config import NotPlain, read_config
 from lowq_packers.arch.parts import mixers
-from pages import ROOT, part, read, table
+from pages import RESULTS, ROOT, part, read, table
 
 
 @part
@@ -118,6 +118,39 @@ def prompts() -> str:
         told += f"{found['gpu']}, torch {found['torch']}, transformers {found['transformers']}, {found['date'][:10]}, one run. "
         told += f"Memory reads {found['gbs']:,} GB/s.\n\n" + table(head, cells) + "\n"
     return told
+
+
+@part
+def beside_vllm() -> str:
+    """Families in lowq's server engine and in vLLM with its own kernels; a file a GPU of one machine."""
+    told, cells = "", []
+    for path in sorted(RESULTS.glob("*/families_vllm*.json")):
+        found = read(str(path.relative_to(RESULTS)))
+        by: dict[str, dict[str, Any]] = {}
+        for row in found["rows"]:
+            by.setdefault(row["family"], {})[row["engine"]] = row
+            vllm = row.get("vllm", "")
+            if vllm and not told:
+                told = f"{found['device']}, torch {found['torch']}, vLLM {vllm}, {found['date'][:10]}. "
+                told += f"Answers after {found['prompt']} tokens.\n\n"
+        cells += [cell for family, engines in by.items() if (cell := _beside(family, engines))]
+    return told + table(("family", ">layers", *BESIDE), cells)
+
+
+BESIDE = (">tokens/s of 1, lowq / vLLM", ">of 8", ">of 64", ">first token of 1,000, ms", ">of 8,000")
+
+
+def _beside(family: str, engines: dict[str, Any]) -> tuple[object, ...] | None:
+    """A row of a family that both engines ran; a ratio is of speeds, in times of first tokens as well."""
+    own, other = engines.get("lowq", {}), engines.get("vllm", {})
+    if "failed" in other or not own.get("steps") or not other.get("first"):
+        return None
+    steps = [(f"{a['tokens_per_s']:,.0f} / {b['tokens_per_s']:,.0f}", a["tokens_per_s"] / b["tokens_per_s"])
+             for a, b in zip(own["steps"], other["steps"], strict=True)]  # fmt: skip
+    firsts = [(f"{1e3 * a['seconds']:.1f} / {1e3 * b['seconds']:.1f}", b["seconds"] / a["seconds"])
+              for a, b in zip(own["first"], other["first"], strict=True)]  # fmt: skip
+    shown_cells = (f"{text} ({ratio:.2f})" for text, ratio in (*steps, *firsts))
+    return (f"`{family}`", f"{own['layers']} of {own['of_layers']}", *shown_cells)
 
 
 @part
