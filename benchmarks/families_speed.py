@@ -128,10 +128,12 @@ def random_model(config: Any, variant: str, device: str, dtype: torch.dtype) -> 
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     model.generation_config.eos_token_id = None
     model = quantized_model(model, variant, dtype, device)
+    # Gemma's factors of layers and embeddings; with 0 all tokens were alike and went to the same experts. Other buffers: 0.
+    factors = {"layer_scalar": 1.0, "embed_scale": config.hidden_size**0.5}
     for name, b in list(model.named_buffers()):
         if b.is_meta:
             module, leaf = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-            module.register_buffer(leaf, torch.zeros(b.shape, dtype=b.dtype, device=device))
+            module.register_buffer(leaf, torch.full(b.shape, factors.get(leaf, 0.0), dtype=b.dtype, device=device))
     return model
 
 

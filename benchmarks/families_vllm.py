@@ -10,7 +10,8 @@ engines of --at-once families start side by side, and one after another is measu
 
 Tokens/s: of the difference between answers of NEW tokens, so prompts (128 tokens) drop out. first: seconds until one token of
 a prompt, read alone. busy_us: what the GPU computes in a step, by torch's profiler (waits of dependent launches are in it).
-distinct: share of different tokens among an answer's, which is about 0 for a model whose numbers overflow.
+distinct: share of different tokens among an answer's; last: different tokens among the last of all answers, which go to as many
+experts.
 """
 
 import argparse
@@ -26,6 +27,7 @@ import time
 from collections.abc import Callable
 from copy import deepcopy
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -64,7 +66,7 @@ MORE: dict[str, Row] = {
     "gemma4": GEMMA4,
     "gemma4/26b-a4b": GEMMA4,
 }
-BFLOAT16 = ("gemma3", "gemma4", "gemma4/26b-a4b")  # vLLM refuses Gemma 3 in fp16
+GEMMA = ("gemma3", "gemma4", "gemma4/26b-a4b")  # in bf16, as vLLM refuses Gemma 3 in fp16; their embedding is the head, too
 IN_16_BITS = [
     "re:.*lm_head$",
     "re:.*gate$",
@@ -88,7 +90,7 @@ def cut(name: str) -> tuple[Row, Row, Row]:
     text |= {"num_hidden_layers": layers, "vocab_size": text["vocab_size"] * layers // of // 128 * 128}
     text |= {key: text[key][:layers] for key in ("layer_types", "hybrid_override_pattern") if key in text}
     text |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    dtype = "bfloat16" if name in BFLOAT16 else "float16"
+    dtype = "bfloat16" if name in GEMMA else "float16"
     return whole, text, {"layers": layers, "of_layers": of, "vocabulary": text["vocab_size"], "group": group, "dtype": dtype}
 
 
@@ -109,10 +111,16 @@ def written(name: str, folder: Path) -> Path:
     return folder
 
 
+def embedding_of(name: str) -> float:
+    """The spread of the embedding: a smaller one is lost in the sum of the layers, and every text goes on alike. Gemma scales
+    it itself."""
+    return float(name not in GEMMA)
+
+
 @torch.no_grad()
-def spread(module: torch.nn.Module, *_: Any) -> None:
+def spread(embedding: float, module: torch.nn.Module, *_: Any) -> None:
     """In the place of vLLM's dummy values: random codes, and weights of the spread of trained ones, so that tokens go to as
-    many experts as there; norms 1, biases 0, decays -1."""
+    many experts as there; norms 1, biases 0, decays -1. embedding: its spread, or 0 for that of a matrix."""
     for name, p in module.named_parameters(recurse=False):
         if name.endswith("_zero_point") or name in ("q_scale", "k_scale", "v_scale"):
             continue  # of a cache in 8 bits
@@ -123,7 +131,8 @@ def spread(module: torch.nn.Module, *_: Any) -> None:
             p.uniform_(0.5, 1.5).mul_((torch.rand_like(p) < 0.5).to(p.dtype).mul_(2).sub_(1)).mul_(0.2 / K**0.5)
         elif torch.is_floating_point(p):
             constant = -1.0 if name == "A" else float("bias" not in name)
-            p.fill_(constant) if p.dim() < 2 else p.normal_(0, p.shape[-1] ** -0.5)
+            own = embedding if type(module).__name__ == "VocabParallelEmbedding" else 0
+            p.fill_(constant) if p.dim() < 2 else p.normal_(0, own or p.shape[-1] ** -0.5)
 
 
 Answers = list[list[int]]
@@ -138,7 +147,7 @@ def vllm_engine(name: str, args: argparse.Namespace) -> tuple[Ask, Row]:
     from vllm import SamplingParams  # type: ignore[import-not-found]
     from vllm.model_executor.model_loader import dummy_loader  # type: ignore[import-not-found]
 
-    dummy_loader.initialize_dummy_weights = spread
+    dummy_loader.initialize_dummy_weights = partial(spread, embedding_of(name))
     folder = written(name, args.work / f"config-{name.replace('/', '-')}")
     more: Row = {"language_model_only": True} if CUTS[name][1].endswith("ConditionalGeneration") else {}
     llm, facts = vllm_speed.start(
@@ -161,6 +170,10 @@ def lowq_engine(name: str, args: argparse.Namespace) -> tuple[Ask, Row]:
     config = AutoConfig.for_model(name.split("/")[0], **whole).get_text_config()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = random_model(config, f"4g{told['group']}n", device, getattr(torch, told["dtype"]))
+    held = {t.data_ptr(): t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())}
+    if own := embedding_of(name):
+        with torch.no_grad():
+            model.get_input_embeddings().weight.normal_(0, own)
     engine = engine_of(model, 2 * max(BATCHES), running=max(BATCHES), cache_tokens=CACHE_TOKENS)
     events: queue.SimpleQueue[list[tuple[int, Event]]] = queue.SimpleQueue()
     engine.start(events.put)
@@ -177,7 +190,6 @@ def lowq_engine(name: str, args: argparse.Namespace) -> tuple[Ask, Row]:
                 left -= {n} if e.finish_reason else set()
         return [found[n] for n in numbers]
 
-    held = {t.data_ptr(): t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())}
     how = {"engine_name": engine.name, "reason": engine.reason, "lowq": version("lowq")}
     return ask, how | {"start_s": time.perf_counter() - began, "weights_gb": sum(held.values()) / 1e9}
 
@@ -198,8 +210,8 @@ def steps_of(ask: Ask, batch: int, draw: Callable[[int, int], Answers]) -> Row:
             if turn:  # the first compiles what is left
                 seconds[new].append(took)
     step = (statistics.median(seconds[NEW[1]]) - statistics.median(seconds[NEW[0]])) / (NEW[1] - NEW[0])
-    distinct = statistics.mean(len(set(a)) / len(a) for a in answers)
-    row: Row = {"batch": batch, "tokens_per_s": batch / step, "step_us": step * 1e6, "distinct": distinct}
+    distinct, last = statistics.mean(len(set(a)) / len(a) for a in answers), {a[-1] for a in answers}
+    row: Row = {"batch": batch, "tokens_per_s": batch / step, "step_us": step * 1e6, "distinct": distinct, "last": len(last)}
     return row | {"seconds": {str(n): s for n, s in seconds.items()}}
 
 
