@@ -27,7 +27,6 @@ import time
 from collections.abc import Callable
 from copy import deepcopy
 from datetime import UTC, datetime
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -118,7 +117,7 @@ def embedding_of(name: str) -> float:
 
 
 @torch.no_grad()
-def spread(embedding: float, module: torch.nn.Module, *_: Any) -> None:
+def spread(module: torch.nn.Module, embedding: float) -> None:
     """In the place of vLLM's dummy values: random codes, and weights of the spread of trained ones, so that tokens go to as
     many experts as there; norms 1, biases 0, decays -1. embedding: its spread, or 0 for that of a matrix."""
     for name, p in module.named_parameters(recurse=False):
@@ -147,13 +146,23 @@ def vllm_engine(name: str, args: argparse.Namespace) -> tuple[Ask, Row]:
     from vllm import SamplingParams  # type: ignore[import-not-found]
     from vllm.model_executor.model_loader import dummy_loader  # type: ignore[import-not-found]
 
-    dummy_loader.initialize_dummy_weights = partial(spread, embedding_of(name))
+    filled = 0
+
+    def fill(module: torch.nn.Module, *_: Any) -> None:
+        nonlocal filled
+        filled += 1
+        spread(module, embedding_of(name))
+
+    dummy_loader.initialize_dummy_weights = fill
     folder = written(name, args.work / f"config-{name.replace('/', '-')}")
     more: Row = {"language_model_only": True} if CUTS[name][1].endswith("ConditionalGeneration") else {}
     llm, facts = vllm_speed.start(
         folder, load_format="dummy", max_model_len=8192, max_num_seqs=max(BATCHES), max_num_batched_tokens=8192,
         cudagraph_capture_sizes=list(BATCHES), kv_cache_memory_bytes=CACHE << 30, gpu_memory_utilization=0.05, **more,
     )  # fmt: skip
+
+    if not filled:
+        raise RuntimeError(f"vLLM {facts['vllm']} fills dummy weights in another way")
 
     def ask(prompts: Answers, new: int) -> Answers:
         draw = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
