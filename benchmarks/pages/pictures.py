@@ -35,6 +35,7 @@ WHERE = {  # row of pictures.json -> what the table calls it
     "copies between processes": "packing for the engine's process (CPU)",
     "patches to the device": "copy to the GPU, normalising there",
     "tower": "that copy and the vision tower",
+    "tower, recorded": "the same, the tower recorded",
     "prompt of 1054 tokens with a picture": "prompt: 1,024 rows of the picture and 30 tokens",
     "prompt of 1054 tokens with text": "as many tokens of text",
     "step after a picture": "a step after the picture",
@@ -43,28 +44,22 @@ WHERE = {  # row of pictures.json -> what the table calls it
 }
 
 
-AGAIN = {  # row of pictures_passes.json, in which some parts were measured again -> row of pictures.json
-    "tower": "tower",
-    "prompt 1054 picture folded": "prompt of 1054 tokens with a picture",
-    "prompt text": "prompt of 1054 tokens with text",
-}
-
-
 @part
 def pictures_first_token() -> str:
-    """Where the first token of a picture goes (h200/pictures.json), and its parts since (h200/pictures_passes.json)."""
-    results, later = (json.loads((RESULTS / "h200" / f"{n}.json").read_text()) for n in ("pictures", "pictures_passes"))
-    again = {AGAIN[r["what"]]: r["ms"] for r in later["rows"] if r.get("what") in AGAIN}
+    """Where the first token of a picture goes: at first (h200/pictures.json), and before and since the tower's rotation and
+    prepare's kernel are faster (h200/pictures_fused.json)."""
+    results, fused = (json.loads((RESULTS / "h200" / f"{n}.json").read_text()) for n in ("pictures", "pictures_fused"))
+    columns = [{r["what"]: r["ms"] for r in rows if "ms" in r} for rows in (results["first"], fused["before"], fused["first"])]
     cells = []
-    for what, ms in ((r["what"], r["ms"]) for r in results["first"]):
-        both = (ms, again.get(what))
-        cells.append((WHERE[what], *("" if t is None else f"{t:.1f}" if t >= 10 else f"{t:.2f}" for t in both)))
+    for what, name in WHERE.items():
+        times = (c.get(what) for c in columns)
+        cells.append((name, *("" if t is None else f"{t:.1f}" if t >= 10 else f"{t:.2f}" for t in times)))
     head = (
         f"{results['gpu']}, {results['layers']} layers of an 8B of Qwen3-VL's shape in 4 bits g128, random weights, tower of "
-        f"27 layers in bf16, one JPEG of 1,024 x 1,024 pixels; the fastest of 15 runs:\n\n"
+        f"27 layers in bf16, a JPEG of 1,024 x 1,024 pixels; the fastest of 15 runs, ms; the last two columns are one run:\n\n"
     )
-    times = (f">ms, {d[:10]} {d[11:16]}" for d in (results["date"], later["date"]))
-    return head + table(("part", *times), cells)
+    dates = (f">{results['date'][:10]}", f">{fused['date'][:10]}, operations apart", f">{fused['date'][:10]}, fused")
+    return head + table(("part", *dates), cells)
 
 
 PASSES = {"launched": "launched kernel by kernel", "recorded": "recorded"}
@@ -101,6 +96,7 @@ SERVED = {
     "export": "vLLM 0.24, its own kernels",
     "lowq launched": "lowq serve, tower launched kernel by kernel",
     "lowq": "lowq serve, tower recorded",
+    "lowq fused": "lowq serve, its rotation in one kernel as well, pictures sent to the engine in one read",
 }
 
 
