@@ -13,10 +13,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import emulation
 
 emulation.require("cuda/attend", compiler=not torch.cuda.is_available())
+from machine_code import used
+
 import simt
 from emulation import error
 from lowq_kernels import gpu
-from lowq_kernels.cuda.nvrtc import compiled
 from lowq_kernels.decode import activation, attend_cuda, attend_prepared, kv, prepare, reference
 from lowq_kernels.decode import experts as mixture
 from lowq_kernels.decode.attend import AttendCall
@@ -478,7 +479,7 @@ def test_as_many_blocks_fit_an_sm_as_are_counted_on(kind, G):
     for heads, ordered in ((8, False), (512, False), (512, True)):
         cut = attend_cuda.shape(heads, 4096, 128, G, kind, on, ordered)
         instance = attend_cuda.expression(0, 128, 128, G, 0, cut, 0, NUMBERS[kind])
-        needs, count = compiled("attend.cu", instance, on.arch).resources, attend_cuda.at_once(cut, 128, G, kind, on)
+        needs, count = used("attend.cu", instance, on.arch), attend_cuda.at_once(cut, 128, G, kind, on)
         block = needs["smem"] + cut.shared
         assert count == (2 if cut.stages == 1 else 1) if cut.warps == attend_cuda.WIDE else count > 1
         assert block <= on.smem_block
