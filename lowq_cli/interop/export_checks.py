@@ -5,7 +5,6 @@ All of them call `check_all`, so that suggested commands work.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -21,11 +20,10 @@ from lowq_cli.state import as_argument, source_of
 from lowq_packers import formats
 from lowq_packers.arch.towers import PROJECTORS, TOWERS
 from lowq_packers.errors import LowqError, NotFoundError, SchemeError, UnsupportedError
-from lowq_packers.formats import EXPORTED, Format
+from lowq_packers.formats import EXPORTED, Format, WrongGroup
 from lowq_packers.scheme import fit_group
 
 WRITTEN = {f.name: f.export for f in formats.FORMATS.values() if f.export}
-GROUP_HINT = re.compile(r"; nearest: --group (\d+)$")
 GATHERED = ("embed_tokens", "wte", "word_embeddings")
 TRANSPOSED = ("gpt2", "openai-gpt")  # families that store (K, N), which no other tool packs
 
@@ -53,7 +51,7 @@ def check(checkpoint: Checkpoint, fmt: Format) -> None:
         raise UnsupportedError(f"{family} keeps its weights transposed, which no engine reads packed; export another model")
     if otherwise := WRITTEN[fmt.name].otherwise(checkpoint.config):
         raise UnsupportedError(f"cannot export to {fmt.title}: {otherwise}")
-    problems = []
+    problems: list[tuple[bool, str]] = []  # of each weight: whether another group helps, as it does some of them only
     for t in checkpoint.tensors:
         if t.scheme is None:
             continue
@@ -63,11 +61,10 @@ def check(checkpoint: Checkpoint, fmt: Format) -> None:
         if ".experts." in t.name and not WRITTEN[fmt.name].experts and not fmt.stack(t.name, family):
             reason = f"lowq does not know how {fmt.title} holds the experts of {family}; nearest: --to compressed-tensors"
         if reason:
-            problems.append(f"{t.name} ({t.scheme}): {reason}")
-    problems.sort(key=lambda p: bool(GROUP_HINT.search(p)))  # another group helps some of the others only
+            problems.append((isinstance(reason, WrongGroup), f"{t.name} ({t.scheme}): {reason}"))
     if problems:
         more = f" ({len(problems)} such weights)" if len(problems) > 1 else ""
-        raise UnsupportedError(f"cannot export {problems[0]}{more}")
+        raise UnsupportedError(f"cannot export {min(problems, key=lambda p: p[0])[1]}{more}")
     stacks(checkpoint, fmt)
 
 
@@ -75,15 +72,15 @@ def _with_a_group_that_fits(t: CheckpointTensor, fmt: Format) -> str | None:
     """`Format.why_not`; where `quantize` cannot take the group that it names, another group, or how to keep the weight."""
     assert t.scheme is not None
     reason, K = fmt.why_not(t.scheme, *t.shape), t.shape[1]
-    if not reason or t.scheme.table or not (hint := GROUP_HINT.search(reason)):
+    if t.scheme.table or not isinstance(reason, WrongGroup):
         return reason
-    for group in (int(hint[1]), 32):
+    for group in (reason.group, 32):
         chosen = group if K % group == 0 else fit_group(K, group) or K  # as `quantize` does
         if not fmt.why_not(replace(t.scheme, group_size=chosen), *t.shape):
-            return f"{reason[: hint.start()]}; nearest: --group {group}"
+            return WrongGroup(reason.fact, group)
     tower = TOWERS.search(t.name) and not PROJECTORS.search(t.name)
     keep = "--vision keep" if tower else f"--override '{t.name}=keep'"
-    return f"{reason[: hint.start()]}, and no group that {fmt.title} holds divides K={K}; nearest: {keep}"
+    return f"{reason.fact}, and no group that {fmt.title} holds divides K={K}; nearest: {keep}"
 
 
 def stacks(checkpoint: Checkpoint, fmt: Format) -> dict[str, list[CheckpointTensor]]:

@@ -93,13 +93,26 @@ class Export:
     towers: Callable[[Config], str | None] = lambda config: None
 
 
+class WrongGroup(str):
+    """A reason of `Format.why_not` that a group of another size removes: `fact` alone, and `group`, the nearest size."""
+
+    fact: str
+    group: int
+
+    def __new__(cls, fact: str, group: int) -> WrongGroup:
+        reason = super().__new__(cls, f"{fact}; nearest: --group {group}")
+        reason.fact, reason.group = fact, group
+        return reason
+
+
 @dataclass(frozen=True)
 class Format:
     """One foreign format.
 
     matrices: a checkpoint's quantized weights (it may fetch small tensors; with fetch None it uses only headers). engines: the
     engines that serve such a checkpoint. notes: traps of the checkpoint's version.
-    why_not: why the format cannot hold a scheme and shape, ending with the nearest one that it can hold; or None.
+    why_not: why the format cannot hold a scheme and shape, ending with the nearest one that it can hold (WrongGroup if only
+    the group differs); or None.
     tables: lowq's tables that it holds; why_not is not called for other tables.
     write: the tensors of one matrix, by full name. write_words: the same from lowq's words (layout rowstream), in formats that
     store them unchanged. stack: for an expert's matrix (name, family), the stack of all experts that contains it, and its index

@@ -19,7 +19,7 @@ from typing import Any
 
 from lowq_packers import tables
 from lowq_packers.errors import DamagedError, UnsupportedError
-from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, register, served_by
+from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, WrongGroup, register, served_by
 from lowq_packers.formats import _common as c
 from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
@@ -153,7 +153,7 @@ def _matrix(p: str, state: str, q: Mapping[str, Any], headers: Headers, fetch: F
 def _why_not(s: Scheme, N: int, K: int) -> str | None:
     if s.table != "nf4" or s.scale != "float":
         return f"bitsandbytes holds nf4, not {s}; nearest: --format nf4"
-    return None if s.group_size in BLOCKS else f"bitsandbytes holds groups of {BLOCKS}, not {s.group_size}; nearest: --group 64"
+    return None if s.group_size in BLOCKS else WrongGroup(f"bitsandbytes holds groups of {BLOCKS}, not {s.group_size}", 64)
 
 
 def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], dense_names: Sequence[str]) -> dict[str, Any]:

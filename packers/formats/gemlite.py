@@ -12,7 +12,7 @@ from math import prod
 
 from lowq_packers import bitstream
 from lowq_packers.errors import DamagedError, UnsupportedError
-from lowq_packers.formats import Config, Fetch, Format, Headers, Matrix, register, served_by
+from lowq_packers.formats import Config, Fetch, Format, Headers, Matrix, WrongGroup, register, served_by
 from lowq_packers.formats import _common as c
 from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
@@ -90,7 +90,7 @@ def _why_not(s: Scheme, N: int, K: int) -> str | None:
         return "GemLite holds 8, 4, 2 and 1 bits, not 3; nearest: --bits 4 or 2"
     if K % 32:
         return f"GemLite takes a K that is a multiple of 32, not {K}"
-    return f"GemLite groups are at least 16, not {s.group_size}; nearest: --group 64" if s.group_size < 16 else None
+    return WrongGroup(f"GemLite groups are at least 16, not {s.group_size}", 64) if s.group_size < 16 else None
 
 
 register(Format("gemlite", "GemLite", _matrices, served_by("lowq", "GemLite"), _why_not, claims=_claims))

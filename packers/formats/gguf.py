@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowq_packers.errors import DamagedError, SchemeError
-from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, register, served_by
+from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, WrongGroup, register, served_by
 from lowq_packers.formats import _common as c
 from lowq_packers.formats._gguf_blocks import Blocks, read_blocks
 from lowq_packers.layouts import PackedWeight
@@ -81,11 +81,8 @@ def why_not(s: Scheme, N: int, K: int) -> str | None:
         flags = "--bits 8 --zero none" if s.bits == 8 else "--bits 4 --group 32"
         return f"GGUF holds 4 bits, and 8 without a zero, not {s.bits} bits with {s.zero} zeros; nearest: {flags}"
     block = TYPES[kind].elements
-    return (
-        f"GGUF blocks of {kind} are {block} long, a group of {s.group_size} is not made of them; nearest: --group {block}"
-        if s.group_size % block
-        else None
-    )
+    fact = f"GGUF blocks of {kind} are {block} long, a group of {s.group_size} is not made of them"
+    return WrongGroup(fact, block) if s.group_size % block else None
 
 
 def _half(values: torch.Tensor, name: str) -> torch.Tensor:

@@ -14,7 +14,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lowq_packers.errors import DamagedError, UnsupportedError
-from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, method, register, served_by
+from lowq_packers.formats import (
+    Config,
+    Export,
+    Fetch,
+    Format,
+    Headers,
+    Matrix,
+    Tensors,
+    WrongGroup,
+    method,
+    register,
+    served_by,
+)
 from lowq_packers.formats import _common as c
 from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
@@ -188,7 +200,7 @@ def _why_not(s: Scheme, N: int, K: int) -> str | None:
     rows = N * (K // s.group_size)
     if s.bits != 3 and rows % SLABS[s.bits]:
         return f"HQQ cuts its {rows} groups into {SLABS[s.bits]} equal slabs, which does not go; nearest: a smaller --group"
-    return f"HQQ groups are multiples of 8, not {s.group_size}; nearest: --group 64" if s.group_size % 8 else None
+    return WrongGroup(f"HQQ groups are multiples of 8, not {s.group_size}", 64) if s.group_size % 8 else None
 
 
 def _config(schemes: Mapping[str, Scheme], shapes: Mapping[str, tuple[int, int]], dense_names: Sequence[str]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from lowq_packers.arch import families
 from lowq_packers.arch.config import NotPlain, read_config
 from lowq_packers.arch.parts import Attention, Experts, Linear, Mlp, walk
 from lowq_packers.errors import DamagedError, UnsupportedError
-from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, register, served_by
+from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, WrongGroup, register, served_by
 from lowq_packers.formats import _common as c
 from lowq_packers.formats._older_config import spelled_out
 from lowq_packers.layouts import PackedWeight
@@ -111,7 +111,7 @@ def _why_not(s: Scheme, N: int, K: int) -> str | None:
     if s.bits not in WIDTHS:
         return f"MLX holds 8, 4, 3 and 2 bits, not {s.bits}; nearest: --bits 2"
     if s.group_size not in GROUPS:
-        return f"MLX holds groups of 32, 64 and 128, not {s.group_size}; nearest: --group 64"
+        return WrongGroup(f"MLX holds groups of 32, 64 and 128, not {s.group_size}", 64)
     return None
 
 
