@@ -36,7 +36,7 @@
 // Drafts  ROWS > 0: all rows are of one sequence, at positions one after another: its newest token and drafts after it. A block
 //         takes ROWS of them as further queries of its key head, so a slot is read once for all of these. It prepares the keys
 //         and values of all rows up to its last one, inserts them into its tiles, and writes those of its own rows to the
-//         cache.
+//         cache. Wide heads may have gates.
 // Shared  WRITES 0: qkv holds queries alone, and the cache, another layer's, all keys and values. That layer wrote slot `pos`
 //         in this step, so no tile is fetched before the previous kernel has ended.
 // Groups  the blocks of each group of a key head read its keys and values, and those with the newest write the same bytes.
@@ -116,8 +116,8 @@ struct AttendThread : AttendArguments {
     static constexpr int OF_TOKEN = EACH * SHARE * G + (V_IS_K ? 1 : 2) * WRITES;  // heads of qkv for a key head
     static constexpr int ROUNDS = (G + 2 + AHEAD - 1) / AHEAD;
     static constexpr int ROW_ROUNDS = (Q + 2 * MOST_ROWS + AHEAD - 1) / AHEAD;
-    static_assert(ROWS == 0 || (WIDE == 1 && KV == 0 && SHARE == 1 && WRITES == 1 && LAYOUT == 0),
-                  "rows of one sequence: the plain form");
+    static_assert(ROWS == 0 || (KV == 0 && SHARE == 1 && WRITES == 1 && !V_NORMED && !V_IS_K),
+                  "rows of one sequence: the plain form, or with gates");
     static constexpr float NONE = -1e30f;  // the top of no scores: finite, so that differences stay numbers
     // The score of a slot that a row may not see. All slots of a tile may be such; score * by - top is then 0 however it is
     // rounded, because the product with a power of two is exact.
@@ -294,6 +294,68 @@ struct AttendThread : AttendArguments {
             ((uint2*)((value ? v_cache : k_cache) + row_of(page, base + row) * C::ROW))[part] = halves;
         }
     }
+    // The same of wide heads: a warp asks for BATCH of its heads at once.
+    __device__ __forceinline__ void wide_heads_of_rows() const {
+        constexpr int BATCH = 4;
+        const int lowest = base < first ? first - base : 0, newest_tile = (base + lowest - first) / 16;
+        const bool owner = last % blocks == rank || newest_tile % blocks == rank;
+        float4 q_weight[WIDE], k_weight[WIDE];
+#pragma unroll
+        for (int j = 0; j < WIDE; j++) wide_weights(128 * j + 4 * lane, q_weight[j], k_weight[j]);
+        if constexpr (CLUSTER > 1) joined();
+        previous_grid_wait();
+
+        const int heads = owner ? Q + 2 * (own + ROWS - lowest) : Q;
+        auto row_of_head = [&](int i) { return i < Q ? own + i / G : lowest + (i - Q) / 2; };
+        for (int from = warp; from < heads; from += BATCH * WARPS) {
+            float4 head[BATCH][WIDE], cos[BATCH][WIDE], sin[BATCH][WIDE];
+#pragma unroll
+            for (int u = 0; u < BATCH; u++) {
+                const int i = smaller(from + u * WARPS, heads - 1), row = row_of_head(i);
+                const size_t of_cache = (size_t)row * OF_TOKEN * HKV + HKV * (EACH * G + (i - Q) % 2) + h;
+                const size_t there = i < Q ? query_of_row(i) : of_cache;
+#pragma unroll
+                for (int j = 0; j < WIDE; j++) {
+                    const int dim = 128 * j + 4 * lane;
+                    const size_t angle = (size_t)(base + row) * R + smaller(dim, R - 4);
+                    head[u][j] = four(qkv + there * D + dim);
+                    cos[u][j] = four(cos_table + angle), sin[u][j] = four(sin_table + angle);
+                }
+            }
+#pragma unroll
+            for (int u = 0; u < BATCH; u++) {
+                const int i = from + u * WARPS;
+                if (i >= heads) break;
+                const int row = row_of_head(i), value = i >= Q && (i - Q) % 2;
+                float4 weight[WIDE];
+#pragma unroll
+                for (int j = 0; j < WIDE; j++) weight[j] = i < Q ? q_weight[j] : k_weight[j];
+                if (NORM != 0 && !value) norm_wide(head[u], weight, eps);
+                if (!value) turn_wide(head[u], cos[u], sin[u], lane);
+                const int slot = base + row;
+                const bool writes = i >= Q && row >= own && (slot - first) / 16 % blocks == rank;
+                int page = 0;
+                if constexpr (PAGE != 0) page = writes ? table[(size_t)b * S + slot / PAGE] : 0;
+#pragma unroll
+                for (int j = 0; j < WIDE; j++) {
+                    const float4 x = head[u][j];
+                    const uint2 halves = {from_floats<T>(x.x, x.y), from_floats<T>(x.z, x.w)};
+                    if (i < Q) queries[(i * (D + 8) + 128 * j + 4 * lane) / 4] = halves;
+                    else ((uint2*)(newest + (2 * row + value) * (C::ROW / 16 + 1)))[32 * j + lane] = halves;
+                    if (writes) ((uint2*)((value ? v_cache : k_cache) + row_of(page, slot) * C::ROW))[32 * j + lane] = halves;
+                }
+            }
+        }
+    }
+    // Of a block's rows of one sequence: the head of qkv that is query i.
+    __device__ __forceinline__ size_t query_of_row(int i) const {
+        return (size_t)(own + i / G) * OF_TOKEN * HKV + EACH * (h * G + i % G);
+    }
+    __device__ __forceinline__ void wide_weights(int dim, float4& q_weight, float4& k_weight) const {
+        q_weight = k_weight = make_float4(1.f, 1.f, 1.f, 1.f);
+        if constexpr (NORM == 1) q_weight = four((const u16*)q_norm + dim), k_weight = four((const u16*)k_norm + dim);
+        if constexpr (NORM == 2) q_weight = *(float4*)((float*)q_norm + dim), k_weight = *(float4*)((float*)k_norm + dim);
+    }
     // As the kernel's own loop over the heads of the token.
     __device__ __forceinline__ void wide_heads(bool owner, int newest_page) const {
         float4 cos[WIDE], sin[WIDE], q_weight[WIDE], k_weight[WIDE], head[ROUNDS][WIDE];
@@ -302,10 +364,7 @@ struct AttendThread : AttendArguments {
             const int dim = 128 * j + 4 * lane;
             const size_t angle = (size_t)pos * R + smaller(dim, R - 4);
             cos[j] = four(cos_table + angle), sin[j] = four(sin_table + angle);
-            q_weight[j] = k_weight[j] = make_float4(1.f, 1.f, 1.f, 1.f);
-            if constexpr (NORM == 1) q_weight[j] = four((const u16*)q_norm + dim), k_weight[j] = four((const u16*)k_norm + dim);
-            if constexpr (NORM == 2)
-                q_weight[j] = *(float4*)((float*)q_norm + dim), k_weight[j] = *(float4*)((float*)k_norm + dim);
+            wide_weights(dim, q_weight[j], k_weight[j]);
         }
         if constexpr (CLUSTER > 1) joined();
         previous_grid_wait();
@@ -517,7 +576,8 @@ struct AttendThread : AttendArguments {
 
     // Four dims of y by the sigmoid of their gates.
     __device__ __forceinline__ float4 opened(int item, float4 sum) const {
-        const float4 gate = four(qkv + (head_of(item / (D / 4)) + 1) * D + item % (D / 4) * 4);
+        const int query = item / (D / 4);
+        const float4 gate = four(qkv + ((ROWS ? query_of_row(query) : head_of(query)) + 1) * D + item % (D / 4) * 4);
         auto by = [](float v) { return 1.f / (1.f + exp2_of(v * -1.44269504f)); };
         return make_float4(sum.x * by(gate.x), sum.y * by(gate.y), sum.z * by(gate.z), sum.w * by(gate.w));
     }
@@ -574,8 +634,8 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
     __shared__ uint2 queries[Q * (D + 8) / 4];
     __shared__ float query_sums[Q];
     __shared__ uint4 newest[(ROWS ? MOST_ROWS : 1) * 2 * (C::ROW / 16 + 1)];
-    __shared__ uint2 raw[ROWS ? Thread::ROW_ROUNDS * WARPS * 32 : 1];
-    __shared__ uint4 turns[ROWS ? 2 * MOST_ROWS * R / 8 : 1];
+    __shared__ uint2 raw[ROWS && D <= 128 ? Thread::ROW_ROUNDS * WARPS * 32 : 1];
+    __shared__ uint4 turns[ROWS && D <= 128 ? 2 * MOST_ROWS * R / 8 : 1];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
     const int rank = blockIdx.x, turn_of = blockIdx.y / (HKV * SHARE), group = blockIdx.y % (HKV * SHARE), h = group / SHARE;
     const int b = ROWS ? (PAGE ? 0 : table[0]) : order == nullptr ? turn_of : order[turn_of];  // of the cache or its table
@@ -619,7 +679,9 @@ attend(const u16* qkv, unsigned char* k_cache, unsigned char* v_cache, const int
     const bool owner = WRITES && last % blocks == rank;  // some warp of this block has the newest tile
     const int newest_page = page_of(last);
     float4 head[ROUNDS];  // declared in the branch, ptxas gives codes other registers
-    if constexpr (ROWS != 0) {
+    if constexpr (ROWS != 0 && Thread::WIDE > 1) {
+        thread.wide_heads_of_rows();
+    } else if constexpr (ROWS != 0) {
         thread.heads_of_rows(raw, turns);
     } else if constexpr (Thread::WIDE > 1) {
         thread.wide_heads(owner, newest_page);

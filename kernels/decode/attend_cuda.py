@@ -255,11 +255,14 @@ def _refuse_rows(call: AttendCall) -> str | None:
         return f"takes up to {MOST_DRAFTS + 1} rows of a sequence, not {call.M}"
     if call.kv != PLAIN:
         return f"takes caches in 16 bits, not in {call.kv}"
-    if call.D > 128 or call.HQ // call.HKV > MOST_QUERIES or call.beyond:
-        return f"takes heads of 64 or 128 with up to {MOST_QUERIES} queries, and no {', '.join(call.beyond)}, not D={call.D}"
+    if call.D > 256 or call.HQ // call.HKV > MOST_QUERIES or call.beyond or call.layout & ~GATED:
+        found = f"{', '.join(call.beyond)}, not D={call.D}, layout {call.layout}"
+        return f"takes heads of 64, 128 or 256 with up to {MOST_QUERIES} queries, maybe gates, and no {found}"
     if why := _refuse(replace(call, M=1)):
         return why
     blocks = call.M // rows_of_block(call.M, call.HQ // call.HKV)
+    if call.D > 128 and (blocks > FEW_BLOCKS or call.layout != GATED):  # not timed: other wide heads than Qwen3.5's
+        return f"takes heads of 256 with gates in up to {FEW_BLOCKS} blocks of rows, not {blocks}"
     return f"would read {call.S} slots {blocks} times" if blocks > FEW_BLOCKS and call.S > SHORT else None
 
 
@@ -275,7 +278,8 @@ def attend_rows(
     table: torch.Tensor,
     groups: Groups,
     config: Config | None = None,
+    layout: int = 0,
 ) -> torch.Tensor:
-    """As `reference.attend_rows`, where all rows are of one sequence."""
+    """As `reference.attend_rows`, where all rows are of one sequence. layout: as of `expression`."""
     rows = rows_of_block(qkv.shape[0], h.HQ // h.HKV)
-    return attend(qkv, k_cache, v_cache, pos, cos, sin, h, table, rows=rows)
+    return attend(qkv, k_cache, v_cache, pos, cos, sin, h, table, layout=layout, rows=rows)

@@ -246,10 +246,11 @@ class Batch:
     ) -> torch.Tensor | None:
         """`prepare`, attention and gates of every row by one kernel, or None where there is none: of steps alone."""
         together = self.ops.attend_prepared
-        if together is None or kind is None or self.mixed or self.drafted or self.tables_of(kind) is not None:
+        unknown = self.drafted and self.groups is None
+        if together is None or kind is None or self.mixed or unknown or self.tables_of(kind) is not None:
             return None
-        order = None if self.order is None else self.order[: self.steps]
-        return together(qkv, p, held.k, held.v, self.pos[: self.steps], *self.angles[kind], heads, held.table, order)
+        order, groups = None if self.order is None else self.order[: self.steps], self.groups if self.drafted else None
+        return together(qkv, p, held.k, held.v, self.pos[: self.steps], *self.angles[kind], heads, held.table, order, groups)
 
     def latent(self, q: torch.Tensor, x: torch.Tensor, held: KeyValues, tables: Tables, facts: Latent) -> torch.Tensor:
         """Latent attention of every row: q (M, heads (nope + rotated)), latents x (M, rank + rotated) -> (M, heads v_dim)."""

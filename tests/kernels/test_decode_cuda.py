@@ -74,6 +74,9 @@ DRAFTED = {
     "long, blocks meet in memory, paged": (4, 1, 128, 128, 0, 0, 1500, 4, F16, 8, 4096, 64),
     "long, a window": (4, 1, 128, 128, 50, 1, 4000, 4, BF16, 8, 4096, 4096),
     "no cluster": (3, 1, 64, 64, 0, 0, 62, 6, F16, 1, 100, 100),
+    "wide, a window": (4, 1, 256, 256, 40, 1, 41, 16, F16, 8, 100, 100),
+    "wide, gates, paged": (12, 2, 256, 64, 0, 2, 60, 4, BF16, 8, 128, 16),
+    "wide, gates, blocks meet in memory": (8, 1, 256, 64, 0, 1, 700, 3, F16, 8, 4096, 4096),
 }
 # HQ, HKV, D, R, window, q/k norm, positions, dtype, slots, slots of a block (0: a cache each), kind
 CODED = {
@@ -310,7 +313,7 @@ def drafted(name, left=float("nan")):
     torch.manual_seed(3)
     weights = [torch.randn(D).to(torch.float32 if norm == 2 else dtype) if norm else None for _ in range(2)]
     h = reference.Heads(HQ, HKV, D, D**-0.5, window, 1e-6, *weights, torch.randn(HQ) + 4 if "sinks" in name else None)
-    angles = torch.rand(S, R) * 6
+    angles = torch.rand(S, R // 2).repeat(1, 2) * 6 if "gates" in name else torch.rand(S, R) * 6
     tables, width = (angles.cos().to(dtype), angles.sin().to(dtype)), S // block
     table = (torch.randperm(width) + 1)[None].to(torch.int32).repeat(M, 1)
     held = [torch.randn(1, HKV, S, D).to(dtype) for _ in range(2)]
@@ -319,14 +322,20 @@ def drafted(name, left=float("nan")):
     pools = [torch.full((width + 1, HKV, block, D), left, dtype=dtype) for _ in range(2)]
     for pool, cache in zip(pools, held, strict=True):
         pool[table[0].long()] = cache.reshape(HKV, width, block, D).transpose(0, 1)
-    qkv, pos = torch.randn(M, (HQ + 2 * HKV) * D).to(dtype), torch.arange(first, first + M, dtype=torch.int32)
+    gated, pos = "gates" in name, torch.arange(first, first + M, dtype=torch.int32)
+    qkv = torch.randn(M, ((2 if gated else 1) * HQ + 2 * HKV) * D).to(dtype)
     groups = torch.zeros(1, dtype=torch.int64), torch.full((1,), M), M
     with mock.patch.object(attend_cuda, "CLUSTER", cluster):
-        y = attend_cuda.attend_rows(qkv, *pools, pos, *tables, h, table, groups)
+        y = attend_cuda.attend_rows(qkv, *pools, pos, *tables, h, table, groups, layout=attend_cuda.GATED * gated)
     ours = [pool[table[0].long()].transpose(0, 1).reshape(1, HKV, S, D) for pool in pools]
-    theirs = [cache.nan_to_num() for cache in held]
+    theirs, gate = [cache.nan_to_num() for cache in held], None
+    if gated:
+        q_norm, k_norm = (None if w is None else Norm(w, 1e-6) for w in weights)
+        qkv, gate = prepare.prepare(qkv, prepare.Prepared(HQ, HKV, D, gated=True, q_norm=q_norm, k_norm=k_norm), pos, *tables)
+        h, tables = dataclasses.replace(h, q_norm=None, k_norm=None), prepare.unrotated(S, D, qkv)
     with sdpa_kernel(SDPBackend.MATH):
         wanted = torch.cat([reference.attend(qkv[i : i + 1], *theirs, pos[i : i + 1], *tables, h) for i in range(M)])
+    wanted = wanted if gate is None else activation.opened(wanted, gate)
     return y, ours, wanted, theirs, held, (first, first + M)
 
 
