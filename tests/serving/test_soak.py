@@ -30,10 +30,10 @@ def run(model, *args):
 
 def test_nothing_is_lost_or_mixed_up(soak):
     """With a cache for a few of the longest texts, so that requests wait; this seed asks each kind of bad request."""
-    requests = ["--requests", "160", "--prompts", "12", "--users", "12", "--seed", "7", "--tokens", "10"]
+    requests = ["--requests", "100", "--prompts", "8", "--users", "12", "--seed", "1", "--tokens", "10"]
     row = soak(*requests, "--args=--deterministic --cache-tokens 512")
-    assert row["counts"]["all"] == 160
-    assert row["counts"]["equal"] > 80
+    assert row["counts"]["all"] == 100
+    assert row["counts"]["equal"] > 40
     assert {"json 400", "types 400", "large 413", "long 400", "utf8 400", "half", "slow 200"} <= set(row["counts"])
     assert row["internal_errors"] == row["wrong"] == row["failed"] == 0
     assert row["rss_mb"]["end"] - row["rss_mb"]["after_a_quarter"] < 40
@@ -42,8 +42,8 @@ def test_nothing_is_lost_or_mixed_up(soak):
 @pytest.mark.slow
 def test_nothing_is_lost_where_the_cache_is_too_small(soak):
     """Texts give back their blocks and are computed again."""
-    requests = ["--requests", "24", "--prompts", "6", "--users", "12", "--seed", "3", "--tokens", "150"]
-    row = soak(*requests, "--args=--deterministic --cache-tokens 700")
+    requests = ["--requests", "16", "--prompts", "4", "--users", "12", "--seed", "3", "--tokens", "100"]
+    row = soak(*requests, "--args=--deterministic --cache-tokens 500")
     assert row["preemptions"] > 0
-    assert row["counts"]["equal"] > 8
+    assert row["counts"]["equal"] > 5
     assert row["internal_errors"] == row["wrong"] == row["failed"] == 0
