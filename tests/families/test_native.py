@@ -147,16 +147,16 @@ def test_served_eight_at_once_they_are_as_alone(name):
     model = planned(random_model(name))
     asked = texts(VOCAB, 37, 70, 5, 90, 64, 65, 20)
     asked += [[*asked[3], 7, 8], [*asked[1][:64], 9, 9, 9]]
-    answers, stats = served(model, asked, 6, running=8)
+    answers, stats = served(model, asked, 4, running=8)
     assert stats.prefix_hits >= 64
-    whole = torch.zeros(len(asked), max(map(len, asked)) + 6, dtype=torch.long)
+    whole = torch.zeros(len(asked), max(map(len, asked)) + 4, dtype=torch.long)
     for row, ids, answer in zip(whole, asked, answers, strict=True):
-        row[: len(ids) + 6] = torch.tensor(ids + answer)
+        row[: len(ids) + 4] = torch.tensor(ids + answer)
     best = NativeDecoder(model).logits(whole).argmax(-1)
     for row, ids, answer in zip(best, asked, answers, strict=True):
-        assert row[len(ids) - 1 : len(ids) + 5].tolist() == answer
+        assert row[len(ids) - 1 : len(ids) + 3].tolist() == answer
     long = [i for i, ids in enumerate(asked) if len(ids) >= 64]  # two blocks each, of five
-    assert served(model, [asked[i] for i in long], 6, running=4, cache_tokens=320)[0] == [answers[i] for i in long]
+    assert served(model, [asked[i] for i in long], 4, running=4, cache_tokens=320)[0] == [answers[i] for i in long]
 
 
 def idle(described, fact):
