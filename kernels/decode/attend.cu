@@ -312,8 +312,8 @@ struct AttendThread : AttendArguments {
 #pragma unroll
             for (int u = 0; u < BATCH; u++) {
                 const int i = smaller(from + u * WARPS, heads - 1), row = row_of_head(i);
-                const size_t of_cache = (size_t)row * OF_TOKEN * HKV + HKV * (EACH * G + (i - Q) % 2) + h;
-                const size_t there = i < Q ? query_of_row(i) : of_cache;
+                const size_t there =
+                    i < Q ? query_of_row(i) : (size_t)row * OF_TOKEN * HKV + HKV * (EACH * G + (i - Q) % 2) + h;
 #pragma unroll
                 for (int j = 0; j < WIDE; j++) {
                     const int dim = 128 * j + 4 * lane;
@@ -338,8 +338,8 @@ struct AttendThread : AttendArguments {
                 if constexpr (PAGE != 0) page = writes ? table[(size_t)b * S + slot / PAGE] : 0;
 #pragma unroll
                 for (int j = 0; j < WIDE; j++) {
-                    const float4 x = head[u][j];
-                    const uint2 halves = {from_floats<T>(x.x, x.y), from_floats<T>(x.z, x.w)};
+                    const uint2 halves = {from_floats<T>(head[u][j].x, head[u][j].y),
+                                          from_floats<T>(head[u][j].z, head[u][j].w)};
                     if (i < Q) queries[(i * (D + 8) + 128 * j + 4 * lane) / 4] = halves;
                     else ((uint2*)(newest + (2 * row + value) * (C::ROW / 16 + 1)))[32 * j + lane] = halves;
                     if (writes) ((uint2*)((value ? v_cache : k_cache) + row_of(page, slot) * C::ROW))[32 * j + lane] = halves;
