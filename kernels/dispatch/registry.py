@@ -176,12 +176,12 @@ def register(name: str, **facts: object) -> Callable[[Launch], Launch]:
 
 @cache
 def load_kernels(device: str = "") -> None:
-    """Import every kernel file below this package once; for "cpu" without those of GPU_FOLDERS, but for files named *_cpu.
-    Ignores only a missing library."""
+    """Import every kernel file below this package once; for "cpu" without files named *_triton and those of GPU_FOLDERS, but
+    for files named *_cpu. Ignores only a missing library."""
     package = importlib.import_module("lowq_kernels")
     for info in pkgutil.walk_packages(package.__path__, "lowq_kernels."):
-        for_gpus = info.name.removeprefix("lowq_kernels.").startswith(GPU_FOLDERS) and not info.name.endswith("_cpu")
-        if device == "cpu" and for_gpus:
+        for_gpus = info.name.endswith("_triton") or info.name.removeprefix("lowq_kernels.").startswith(GPU_FOLDERS)
+        if device == "cpu" and for_gpus and not info.name.endswith("_cpu"):
             continue
         try:
             importlib.import_module(info.name)
