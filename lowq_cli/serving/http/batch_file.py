@@ -117,8 +117,8 @@ def _remove_empty(path: Path) -> None:
 def _locked(out: Path, stack: ExitStack) -> BinaryIO:
     """The file open for more lines, and locked until `stack` ends. Raises BusyError."""
     hidden = _hidden(out)
-    for path in (out, hidden):
-        if (path.exists() and not path.is_file()) or hidden.is_symlink():  # opening a pipe would wait for a reader
+    for path in (out, hidden):  # opening a pipe would wait for a reader
+        if (path.exists() and not path.is_file()) or (path == hidden and path.is_symlink()):
             raise UsageError(f"{path} is not a regular file; name another file with --out")
     while True:
         path = out if out.exists() else hidden
