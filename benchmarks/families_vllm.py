@@ -1,4 +1,4 @@
-"""Time families in lowq's server engine and in vLLM with its own kernels. benchmarks/results/<gpu>/families_vllm.json.
+"""Measure how fast model families decode in lowq's server engine and in vLLM. benchmarks/results/<gpu>/families_vllm.json.
 
     python benchmarks/families_vllm.py --work /dev/shm/x [--families qwen3_moe,llama] [--engines vllm,lowq] [--out FILE]
 
@@ -41,7 +41,8 @@ from lowq_cli.serving.engines import engine_of
 from lowq_cli.serving.request import Event, Request
 
 Row = dict[str, Any]
-# layers that are measured, the class that vLLM runs, and the group size: 64 where a width is no multiple of 128
+# Family -> the number of layers to measure, the class that vLLM runs, and the group size, which is 64 where a width is not a
+# multiple of 128.
 CUTS: dict[str, tuple[int, str, int]] = {
     "qwen3_moe": (24, "Qwen3MoeForCausalLM", 128),
     "qwen3_5": (24, "Qwen3_5ForConditionalGeneration", 128),
@@ -82,7 +83,7 @@ PATIENCE = 230  # seconds that an engine may take to start
 
 
 def cut(name: str) -> tuple[Row, Row, Row]:
-    """(fields of the cut model's config, its part about the text, what is told of the cut)."""
+    """The config of the smaller model, the part of it that describes the text model, and the facts that a result row states."""
     (layers, _, group), whole = CUTS[name], deepcopy(sizes.CONFIGS[name])
     text = whole.get("text_config", whole)
     of = text["num_hidden_layers"]
@@ -96,11 +97,11 @@ def cut(name: str) -> tuple[Row, Row, Row]:
 def written(name: str, folder: Path) -> Path:
     """A folder with nothing but config.json, as an export of 4 bits has it."""
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": CUTS[name][2]}
-    config, text, told = cut(name)
+    config, text, facts = cut(name)
     kind, architecture = name.split("/")[0], CUTS[name][1]
     if architecture.endswith("CausalLM") and text is not config:
         kind, config = f"{kind}_text", text
-    config |= {"model_type": kind, "architectures": [architecture], "dtype": told["dtype"], **MORE.get(name, {})}
+    config |= {"model_type": kind, "architectures": [architecture], "dtype": facts["dtype"], **MORE.get(name, {})}
     config["quantization_config"] = {
         "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}, "ignore": IN_16_BITS,
@@ -175,10 +176,10 @@ def vllm_engine(name: str, args: argparse.Namespace) -> tuple[Ask, Row]:
 def lowq_engine(name: str, args: argparse.Namespace) -> tuple[Ask, Row]:
     """lowq's server engine, without HTTP."""
     began = time.perf_counter()
-    whole, _, told = cut(name)
+    whole, _, facts = cut(name)
     config = AutoConfig.for_model(name.split("/")[0], **whole).get_text_config()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = random_model(config, f"4g{told['group']}n", device, getattr(torch, told["dtype"]))
+    model = random_model(config, f"4g{facts['group']}n", device, getattr(torch, facts["dtype"]))
     held = {t.data_ptr(): t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers())}
     if own := embedding_of(name):
         with torch.no_grad():
@@ -299,8 +300,8 @@ def main() -> None:
     began, left = time.monotonic(), args.families.split(",")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     to = args.out or results_of(device) / "families_vllm.json"
-    told: Row = {"device": device, "date": datetime.now(UTC).isoformat("T", "minutes"), "prompt": PROMPT, "new": NEW}
-    told |= {p: version(p) for p in ("torch", "transformers")} | {"side_by_side": args.at_once * len(args.engines.split(","))}
+    facts: Row = {"device": device, "date": datetime.now(UTC).isoformat("T", "minutes"), "prompt": PROMPT, "new": NEW}
+    facts |= {p: version(p) for p in ("torch", "transformers")} | {"side_by_side": args.at_once * len(args.engines.split(","))}
     rows: dict[str, Row] = {}
 
     def collect(started: dict[str, tuple[Path, Path, Any]]) -> None:
@@ -310,7 +311,7 @@ def main() -> None:
             if process.poll():
                 words = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line or "error" in line]
                 rows[what]["failed"] = (words or ["ended by a signal"])[-1][-300:]
-        to.write_text(json.dumps(told | {"rows": list(rows.values())}, indent=1) + "\n")
+        to.write_text(json.dumps(facts | {"rows": list(rows.values())}, indent=1) + "\n")
 
     while left and time.monotonic() - began < args.seconds:
         now, left = left[: args.at_once], left[args.at_once :]
