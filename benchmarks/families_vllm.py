@@ -28,6 +28,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from datetime import UTC, datetime
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,8 @@ def vllm_engine(name: str, args: argparse.Namespace) -> tuple[Ask, Row]:
     dummy_loader.initialize_dummy_weights = fill
     folder = written(name, args.work / f"config-{name.replace('/', '-')}")
     more: Row = {"language_model_only": True} if CUTS[name][1].endswith("ConditionalGeneration") else {}
+    if find_spec("flashinfer") is None:  # vLLM takes its kernels for prompts of gated delta nets as given on an H100 or H200
+        more["gdn_prefill_backend"] = "triton"
     llm, facts = vllm_speed.start(
         folder, load_format="dummy", max_model_len=8192, max_num_seqs=max(BATCHES), max_num_batched_tokens=8192,
         cudagraph_capture_sizes=list(BATCHES), kv_cache_memory_bytes=CACHE << 30, gpu_memory_utilization=0.05, **more,
