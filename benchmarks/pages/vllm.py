@@ -214,10 +214,12 @@ def http_users() -> str:
 @part
 def http_loads() -> str:
     """Loads with documents, agents and chats, and adapters, by `lowq serve` and by vLLM's server with its own kernels."""
-    ours, eight_bits, theirs = (read(f"h200/http_loads_{name}.json") for name in ("lowq", "fp8", "vllm"))
-    own, other, lines = ours["servers"]["lowq"], theirs["servers"]["export"], []
-    rows = [(n, n, own[n]) for n in own if n.startswith(("rag", "agents", "chats", "adapters"))]
-    rows += [(f"{n}, `--act fp8`", n, row) for n, row in eight_bits["servers"]["lowq"].items() if n.startswith("rag")]
+    names = ("lowq", "plain", "fp8", "vllm")
+    ours, plain, eight_bits, theirs = (read(f"h200/http_loads_{name}.json") for name in names)
+    other, lines, loads = theirs["servers"]["export"], [], ("rag", "agents", "chats")
+    rows = [(n, n, row) for n, row in ours["servers"]["lowq"].items() if n.startswith("adapters")]
+    rows += [(n, n, row) for n, row in plain["servers"]["lowq"].items() if n.startswith(loads)]
+    rows += [(f"{n}, `--act fp8`", n, row) for n, row in eight_bits["servers"]["lowq"].items() if n.startswith(loads)]
     for label, name, one in rows:
         two = other.get(name)
         ratio = f"{one['tokens_per_s'] / two['tokens_per_s']:.2f}" if two else ""
@@ -238,7 +240,7 @@ def http_loads() -> str:
         ">between tokens",
         ">vLLM",
     )
-    dates = f"{ours['date'][:10]} (`--act fp8` and vLLM's agents {eight_bits['date'][:10]})"
+    dates = f"{ours['date'][:10]} (`lowq serve` without adapters and vLLM's agents {plain['date'][:10]})"
     where = f"{ours['device']}, {dates}, torch {ours['torch']}, vLLM {theirs['vllm']} with activations of 16 bits"
     how = "one GPU, one server after the other, each with 28 GB of cache; empty cells were not reached"
     return f"{where}, {how}:\n\n{table(columns, lines)}"
