@@ -63,11 +63,11 @@ CUTS: dict[str, tuple[int, str, int]] = {
 GEMMA4 = {"allow_global_per_layer_attribute_access": True}
 MORE: dict[str, Row] = {
     "minimax_m2": {"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True, "qk_norm_type": "per_layer"},
-    "nemotron_h": {"max_position_embeddings": 262144},
     "gemma4": GEMMA4,
     "gemma4/26b-a4b": GEMMA4,
 }
-GEMMA = ("gemma3", "gemma4", "gemma4/26b-a4b")  # in bf16, as vLLM refuses Gemma 3 in fp16; their embedding is the head, too
+GEMMA = ("gemma3", "gemma4", "gemma4/26b-a4b")  # their embedding is the head, too
+BF16 = (*GEMMA, "deepseek_v3")  # vLLM refuses Gemma 3 in fp16, and its router of DeepSeek V3 takes bf16 alone
 IN_16_BITS = [
     "re:.*lm_head$",
     "re:.*gate$",
@@ -91,7 +91,8 @@ def cut(name: str) -> tuple[Row, Row, Row]:
     text |= {"num_hidden_layers": layers, "vocab_size": text["vocab_size"] * layers // of // 128 * 128}
     text |= {key: text[key][:layers] for key in ("layer_types", "hybrid_override_pattern") if key in text}
     text |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    dtype = "bfloat16" if name in GEMMA else "float16"
+    text.setdefault("max_position_embeddings", 32768)
+    dtype = "bfloat16" if name in BF16 else "float16"
     return whole, text, {"layers": layers, "of_layers": of, "vocabulary": text["vocab_size"], "group": group, "dtype": dtype}
 
 

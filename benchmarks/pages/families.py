@@ -146,10 +146,11 @@ def _beside(family: str, engines: dict[str, Any]) -> tuple[object, ...] | None:
         return None
     steps = [(f"{a['tokens_per_s']:,.0f} / {b['tokens_per_s']:,.0f}", a["tokens_per_s"] / b["tokens_per_s"])
              for a, b in zip(own["steps"], other["steps"], strict=True)]  # fmt: skip
-    firsts = [(f"{1e3 * a['seconds']:.1f} / {1e3 * b['seconds']:.1f}", b["seconds"] / a["seconds"])
-              for a, b in zip(own["first"], other["first"], strict=True)]  # fmt: skip
-    shown_cells = (f"{text} ({ratio:.2f})" for text, ratio in (*steps, *firsts))
-    return (f"`{family}`", f"{own['layers']} of {own['of_layers']}", *shown_cells)
+    own_firsts = {a["tokens"]: a["seconds"] for a in own["first"]}
+    firsts = [(f"{1e3 * own_firsts[b['tokens']]:.1f} / {1e3 * b['seconds']:.1f}", b["seconds"] / own_firsts[b["tokens"]])
+              for b in other["first"] if b["tokens"] in own_firsts]  # fmt: skip
+    shown_cells = [f"{text} ({ratio:.2f})" for text, ratio in (*steps, *firsts)]
+    return (f"`{family}`", f"{own['layers']} of {own['of_layers']}", *shown_cells, *[""] * (len(BESIDE) - len(shown_cells)))
 
 
 @part
