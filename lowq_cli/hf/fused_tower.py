@@ -4,9 +4,9 @@ A tower's modules are found by what their code calls, and a rotation is replaced
 to the bit. The modules of this tower alone get other forwards; transformers' own functions stay as they are.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
-from inspect import Parameter, signature
+from inspect import signature
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -16,9 +16,9 @@ from torch.nn import functional
 
 from lowq_kernels.modules.rotation import definition, rotate_heads
 
-GIVEN = ["q", "k", "cos", "sin"]
-DIM = "unsqueeze_dim"  # an argument: the axis of q that cos and sin lack
-Rotation = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+AXIS = "unsqueeze_dim"  # an argument: the axis of q that cos and sin lack
+Rotation = Callable[..., Any]
+Four = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def fuse(tower: nn.Module) -> None:
@@ -65,46 +65,69 @@ def _fused(cls: type[nn.Module]) -> FunctionType | None:
 
 @cache
 def rotation(function: FunctionType) -> Rotation | None:
-    """What computes the same as a function of q, k, cos, sin with `rotate_heads`; None where that is something else."""
-    parameters = signature(function).parameters
-    if [*parameters][:4] != GIVEN or any(p.default is Parameter.empty for n, p in parameters.items() if n not in GIVEN):
-        return None
-    wide = next((w for w in (True, False) if _same(function, w, DIM in parameters)), None)
-    if wide is None:
+    """What computes the same as a function with `rotate_heads`; None where that is something else."""
+    names = tuple(signature(function).parameters)
+    form = next((form for given, form in FORMS.items() if names[: len(given)] == given), None)
+    wide = None if form is None else next((w for w in (True, False) if _same(function, form, w, AXIS in names)), None)
+    if form is None or wide is None:
         return None
 
-    def rotated(
-        q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        more = signature(function).bind(q, k, cos, sin, *args, **kwargs)
-        more.apply_defaults()
-        axis = more.arguments.get(DIM, -2)
-        four = (q, k, cos.unsqueeze(axis), sin.unsqueeze(axis))
+    def rotated(*args: Any, **kwargs: Any) -> Any:
+        given = signature(function).bind(*args, **kwargs)
+        given.apply_defaults()
+        four, parts = form(given.arguments)
         if not _taken(four, wide):
-            return function(q, k, cos, sin, *args, **kwargs)
-        y, z = rotate_heads(*(t[0] if t.dim() == 4 else t for t in four), wide)
-        return y.view(q.shape), z.view(q.shape)
+            return function(*args, **kwargs)
+        y, z = rotate_heads(*(t[0] if t.dim() == 4 else t for t in four), wide, parts)
+        return (y.view(four[0].shape), z.view(four[1].shape)) if z.numel() else y.view(four[0].shape)
 
     return rotated
 
 
-def _taken(four: tuple[torch.Tensor, ...], wide: bool) -> bool:
+def _halves(given: Mapping[str, Any]) -> tuple[Four, int]:
+    cos, sin = (given[n].unsqueeze(given.get(AXIS, -2)) for n in ("cos", "sin"))
+    return (given["q"], given["k"], cos, sin), 1
+
+
+def _axes(given: Mapping[str, Any]) -> tuple[Four, int]:
+    cos, sin = (given[n].unsqueeze(given.get(AXIS, -2)) for n in ("cos", "sin"))
+    return (given["x"], given["x"][..., :0, :], cos, sin), given["position_ids"].shape[-1]
+
+
+# How functions with these first parameters give q, k (none of k where there is one tensor), cos, sin, and the number of parts.
+FORMS: dict[tuple[str, ...], Callable[[Mapping[str, Any]], tuple[Four, int]]] = {
+    ("q", "k", "cos", "sin"): _halves,
+    ("x", "cos", "sin", "position_ids"): _axes,
+}
+
+
+def _taken(four: Four, wide: bool) -> bool:
     """Whether `rotate_heads` takes q, k, cos and sin, of one batch."""
     q, k, cos, sin = four
-    sizes = q.dim() in (3, 4) and q.shape == k.shape and cos.shape == sin.shape and cos.shape[-1] == q.shape[-1]
-    one = all(t.dim() < 4 or (t.dim() == 4 and t.shape[0] == 1) for t in four)
-    return sizes and one and q.shape[-1] % 2 == 0 and len({t.dtype for t in (four[:2] if wide else four)}) == 1
+    heads = (*q.shape[:-2], q.shape[-1]) == (*k.shape[:-2], k.shape[-1]) and k.shape[-2] <= q.shape[-2]
+    one = all(t.dim() in (2, 3) or (t.dim() == 4 and t.shape[0] == 1) for t in four)
+    sizes = q.dim() in (3, 4) and cos.shape == sin.shape and cos.shape[-1] == q.shape[-1] and q.shape[-1] % 2 == 0
+    return heads and one and sizes and len({t.dtype for t in (four[:2] if wide else four)}) == 1
 
 
-def _same(function: Rotation, wide: bool, named: bool) -> bool:
+def _same(function: Rotation, form: Callable[[Mapping[str, Any]], tuple[Four, int]], wide: bool, axis: bool) -> bool:
     """Whether the function has the bits of the definition for random bf16 values."""
     g = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(5, 3, 8, generator=g).bfloat16() for _ in range(2))
-    cos, sin = (torch.randn(5, 8, generator=g).bfloat16() for _ in range(2))
-    more = {DIM: 1} if named else {}
+    q, k = (torch.randn(1, 5, 3, 8, generator=g).bfloat16() for _ in range(2))
+    cos, sin = (torch.randn(1, 5, 8, generator=g).bfloat16() for _ in range(2))
+    tables = {"cos": cos, "sin": sin}
+    given: dict[str, Any] = {"q": q[0], "k": k[0], "cos": cos[0], "sin": sin[0]}
+    if form is _axes:
+        given = {"x": q, **tables, "position_ids": torch.zeros(1, 5, 2)}
+    if axis:
+        given[AXIS] = 2 if form is _axes else 1
     try:
-        made = function(q, k, cos, sin, **more)
+        made = function(**given)
     except (RuntimeError, TypeError, ValueError, IndexError):  # a function of other tensors; the tower keeps it
         return False
-    wanted = [definition(x, cos[:, None], sin[:, None], wide) for x in (q, k)]
-    return isinstance(made, tuple) and len(made) == 2 and all(map(torch.equal, made, wanted))
+    four, parts = form(given)
+    wanted = [definition(x, *four[2:], wide, parts) for x in four[:2] if x.numel()]
+    each = list(made) if isinstance(made, tuple) else [made]
+    return len(each) == len(wanted) and all(
+        isinstance(a, torch.Tensor) and torch.equal(a, b) for a, b in zip(each, wanted, strict=True)
+    )
