@@ -94,9 +94,7 @@ def pictures_recorded() -> str:
 TIMES = (("first_ms", 0), ("between_ms", 1))
 SERVED = {
     "export": "vLLM 0.24, its own kernels",
-    "lowq launched": "lowq serve, tower launched kernel by kernel",
-    "lowq": "lowq serve, tower recorded",
-    "lowq fused": "lowq serve, its rotation in one kernel as well, pictures sent to the engine in one read",
+    "lowq": "lowq serve",
 }
 
 
