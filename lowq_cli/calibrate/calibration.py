@@ -20,9 +20,9 @@ from safetensors.torch import save
 
 from lowq_cli import quantizers
 from lowq_cli.calibrate import curvature, scaling, texts
-from lowq_cli.calibrate.end_to_end import EndToEnd, polished
+from lowq_cli.calibrate.end_to_end import AROUND, EndToEnd, polished
 from lowq_cli.calibrate.file_matrix import Given, GivenCodes, GivenFile, better
-from lowq_cli.calibrate.layer_file import load_errors, load_item, load_notes, load_tensor, save_item
+from lowq_cli.calibrate.layer_file import load_errors, load_item, load_notes, load_tensor, save_item, valued
 from lowq_cli.calibrate.layer_walk import Hidden, Layer
 from lowq_cli.calibrate.learn import learn
 from lowq_cli.calibrate.requirements import (
@@ -181,13 +181,14 @@ class Calibration:
     def _together(self, targets: Hidden, others: "list[Others]", tables: dict[str, torch.Tensor]) -> Iterator[PassDone]:
         """Train all layers together, from what each learned alone. targets: the original model's last hidden states."""
         files = {n: p for n, p in self.layer_of.items() if n in self.items}
-        if not all(polished(p).is_file() for p in files.values()):
+        if not all(p.is_file() for p in (self.folder / AROUND, *map(polished, files.values()))):
             start = self.blocks.start(self.ids, texts.BATCH, tables)[0]
             dtypes = {n: _dtype(self.items[n].outputs[1][1].dtype) for n in files}
             yield from EndToEnd(self.blocks, self.items, dtypes, files, self.stored).run(
                 self.ids, start, targets, others, self.folder
             )
         self.layer_of = {n: polished(p) if p in files.values() else p for n, p in self.layer_of.items()}
+        self.layer_of |= dict.fromkeys(valued(self.folder / AROUND), self.folder / AROUND)
 
     def _tables(self) -> dict[str, torch.Tensor]:
         """The embeddings as the checkpoint will hold them quantized, so that the layers see their errors and can compensate."""

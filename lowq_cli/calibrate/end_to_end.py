@@ -1,11 +1,11 @@
 """End-to-end training after the layers are quantized: minimizes the KL divergence from the original's predictions.
 
-It trains scales and zeros, the norms' weights and, in few bits, codes (`need.TOGETHER`). Training a layer alone cannot see that
-errors of different layers add up or cancel; this can. The original's predictions come from its last hidden states, which the
-walk leaves behind. The quantized model runs layer by layer, forwards without gradients and backwards with them, and a layer is
-updated as soon as it has its gradients: only one layer's activations and gradients are held at a time, next to the codes of all
-weights (a byte each), the trained parameters and Adam's averages of them. Source: lowq's; EfficientQAT (arXiv:2407.11062) is
-the known part.
+It trains scales and zeros, the norms' weights and, in few bits, codes (`need.TOGETHER`), embedding and head (outside.py).
+Training a layer alone cannot see that errors of different layers add up or cancel; this can. The original's predictions come
+from its last hidden states, which the walk leaves behind. The quantized model runs layer by layer, forwards without gradients
+and backwards with them, and a layer is updated as soon as it has its gradients: only one layer's activations and gradients are
+held at a time, next to the codes of all weights (a byte each), the trained parameters and Adam's averages of them. Source:
+lowq's; EfficientQAT (arXiv:2407.11062) is the known part.
 """
 
 import json
@@ -24,9 +24,10 @@ from lowq_cli.calibrate import texts
 from lowq_cli.calibrate.layer_file import load_item, load_notes, save_item
 from lowq_cli.calibrate.layer_walk import Hidden
 from lowq_cli.calibrate.learn import WARM, Grid, repeatable, stored, weights_of
+from lowq_cli.calibrate.outside import Outside
 from lowq_cli.calibrate.recorded import Recorded, adam, set_rate
-from lowq_cli.calibrate.requirements import STRAIGHT_CODES, PassDone, pass_count, rates, starts_straight
-from lowq_cli.hf.layers import DecoderLayers, Others, following
+from lowq_cli.calibrate.requirements import STRAIGHT_CODES, PassDone, pass_count, rates, starts_straight, table_rate
+from lowq_cli.hf.layers import DecoderLayers, Others, following, is_norm
 from lowq_cli.plan.plan import Item
 from lowq_cli.state import writing
 from lowq_packers.atomic import write_whole
@@ -35,6 +36,7 @@ from lowq_packers.regular import opened
 Words = Sequence[torch.Tensor]  # token ids of each batch
 
 STATE = "end-to-end.safetensors"
+AROUND = "around.safetensors"  # the values of what outside.py trains, `NAME.values` each
 
 
 class EndToEnd:
@@ -59,6 +61,7 @@ class EndToEnd:
         self.optimizers: list[torch.optim.Adam | None] = []
         weights = sum(i.params for i in items.values())
         self.passes = pass_count((items[n] for n in files if n in items), weights)
+        fastest = 0.0  # the rate of norms
         for number in range(len(blocks)):
             spots = {n: s for n, s in blocks.linears(number).items() if n in files and n in items}
             with blocks.layer(number) as module:
@@ -79,6 +82,7 @@ class EndToEnd:
             module = blocks.layers[number]
             norm_rate = rates(min(g.q.bits for g in mine.values()), weights)[1] if mine else 0.0
             norms = {p: n for p, n in blocks.kept(number).items() if norm_rate and n in kept and _is_norm(module, p)}
+            fastest = max(fastest, norm_rate)
             learnt = {p: quantized[p].float().requires_grad_() for p in norms}
             groups = [g for m in mine.values() for g in m.parameters()]
             groups += [{"params": list(learnt.values()), "lr": norm_rate}] if learnt else []
@@ -94,6 +98,8 @@ class EndToEnd:
                     forward=module.forward,
                 )
             )
+        self.outside = Outside(blocks, kept, table_rate(weights), fastest)
+        self.optimizers.append(self.outside.optimizer)
 
     def run(self, ids: torch.Tensor, start: Hidden, targets: Hidden, others: list[Others], folder: Path) -> Iterator[PassDone]:
         """Train, and write a file next to each layer's; `files` then names the new ones. Yields after each pass over the text.
@@ -122,7 +128,7 @@ class EndToEnd:
                 self._keep(folder / STATE, number + 1, before)
                 yield PassDone(number + 1, self.passes, float(total) / len(start))
             after = self.loss(logits, words, start, targets, others)
-        self._write(after < before)
+        self._write(after < before, folder)
 
     def _forward(self, number: int, x: torch.Tensor, others: Others) -> torch.Tensor:
         """One quantized layer's output."""
@@ -158,6 +164,9 @@ class EndToEnd:
         self, logits: Any, others: list[Others], words: torch.Tensor, x: torch.Tensor, targets: torch.Tensor, number: int
     ) -> torch.Tensor:
         """Update every layer by the gradients of the mean KL divergence of batch `number`, and return that divergence."""
+        self.outside.begin()
+        with torch.enable_grad():
+            x = self.outside.entering(words, x)
         entered = self._through(x, others, number)
         last = entered.pop().requires_grad_()
         loss = torch.zeros((), device=x.device)
@@ -175,13 +184,17 @@ class EndToEnd:
             if optimizer := self.optimizers[layer]:
                 optimizer.step()
                 optimizer.zero_grad()
+        if x.requires_grad:
+            x.backward(g)
+        self.outside.step()
         return loss
 
     def loss(self, logits: Any, words: Words, start: Hidden, targets: Hidden, others: list[Others]) -> float:
         """The mean KL divergence over the text."""
 
         def of_batch(words: torch.Tensor, x: torch.Tensor, targets: torch.Tensor, number: int) -> torch.Tensor:
-            last = self._through(x, others, number)[-1]
+            self.outside.begin()
+            last = self._through(self.outside.entering(words, x), others, number)[-1]
             return sum(self._kl(logits, *w) for w in zip(words, last, targets, strict=True)) / len(last)  # type: ignore[return-value]
 
         measure = self._recorded(of_batch, others)
@@ -191,13 +204,12 @@ class EndToEnd:
                 total += measure(*batch, number=i)
         return float(total) / len(start)
 
-    @staticmethod
-    def _kl(logits: Any, window: torch.Tensor, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def _kl(self, logits: Any, window: torch.Tensor, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The KL divergence of one window (T, K), in nats per token."""
         window = window.unsqueeze(0)
         with torch.no_grad():
             p = torch.log_softmax(logits(window, targets.unsqueeze(0)).float(), -1)
-        q = torch.log_softmax(logits(window, hidden.unsqueeze(0)).float(), -1)
+        q = torch.log_softmax(logits(window, hidden.unsqueeze(0), self.outside.used).float(), -1)
         return (p.exp() * (p - q)).sum(-1).mean()
 
     def _leaves(self) -> Iterator[tuple[str, torch.optim.Adam, torch.Tensor]]:
@@ -228,8 +240,11 @@ class EndToEnd:
         with writing(path):
             write_whole(path, save(tensors))
 
-    def _write(self, better: bool) -> None:
+    def _write(self, better: bool, folder: Path) -> None:
         """Write a file with the trained values next to each layer's; with the old values where the loss did not fall."""
+        around = {f"{name}.values": t.cpu() for name, t in self.outside.learnt().items()} if better else {}
+        with writing(folder / AROUND):  # before the layers' files, which tell a resumed run that this one is there
+            write_whole(folder / AROUND, save(around))
         learnt: dict[Path, dict[str, torch.Tensor]] = {path: {} for path in sorted(set(self.files.values()))}
         for layer in self.layers if better else ():
             for name, grid in layer.grids.items():
@@ -262,7 +277,7 @@ def load_own(path: Path) -> dict[str, torch.Tensor]:
 def _is_norm(module: torch.nn.Module, path: str) -> bool:
     """Whether a layer's parameter is the weight of a norm."""
     owner, _, leaf = path.rpartition(".")
-    return leaf == "weight" and "Norm" in type(module.get_submodule(owner)).__name__
+    return leaf == "weight" and is_norm(module.get_submodule(owner))
 
 
 def polished(path: Path) -> Path:

@@ -40,6 +40,12 @@ def load_tensor(path: Path, name: str) -> torch.Tensor | None:
         return saved.get_tensor(name) if name in saved.keys() else None  # noqa: SIM118  (not a dict)
 
 
+def valued(path: Path) -> list[str]:
+    """The names of the unquantized tensors whose new values a file holds, as `NAME.values`."""
+    with _reading(path) as saved:
+        return [key.removesuffix(".values") for key in saved.keys() if key.endswith(".values")]  # noqa: SIM118
+
+
 def load_notes(path: Path) -> tuple[dict[str, str], tuple[str, ...]]:
     """The notes of a finished layer, and the inputs that could not be scaled."""
     with _reading(path) as saved:

@@ -32,6 +32,7 @@ BOTH_SIDES = (3, 4)
 # tables with scales in bytes take too long: base in groups of 16 was not done after 235 s on an H200, gptq after 50.
 STRAIGHT, STRAIGHT_BYTES = (2,), (2, 3)
 STRAIGHT_CODES = 2e-3  # the codes' rate then. Base, 2 bits: KL 0.290 / 0.321, by 5e-3 0.304 / 0.336 (table-e4m3 g16, own text)
+TABLES = 1e-3  # the rate of embedding and head, as a share of their root mean square
 PASSES, MORE_PASSES = 4, 8
 MOST_CODES = 2 * 10**9  # max. weights whose codes are trained together: each takes 12 bytes of memory, and of disk after a pass
 ALONE_TOKENS = 131072  # max. tokens that a layer is trained on alone if all layers are trained together afterwards
@@ -90,6 +91,11 @@ def rates(bits: int, weights: int) -> tuple[float, float, float]:
     """The learning rates of TOGETHER; the codes' rate is 0 if more than MOST_CODES weights would be trained."""
     scales, norms, codes = TOGETHER.get(bits, WIDER)
     return scales, norms, codes if weights <= MOST_CODES else 0.0
+
+
+def table_rate(weights: int) -> float:
+    """The rate of embedding and head where they stay unquantized: 0 in a model of more than MOST_CODES weights."""
+    return TABLES if weights <= MOST_CODES else 0.0
 
 
 def tokens_for(plan: Plan) -> int:
@@ -174,7 +180,8 @@ def _together(plan: Plan, items: list[Item], layers: dict[str, int], streams: in
     """Bytes for training all layers together: a byte per code; value, gradient and Adam's averages of trained parameters.
 
     Trained codes take 12 bytes each; they have a gradient only while their layer is processed. Then come a layer's weights and
-    their gradients, a batch's hidden states before every layer, the tables and some logits.
+    their gradients, a batch's hidden states before every layer, the tables and some logits. A trained table is there as the
+    original has it, as it is trained and as it will be stored, with its gradient and two averages.
     """
     tables = [i for i in plan.items if i.kind in ("embedding", "head")]
     rows, hidden = max((i.shape[0] for i in tables), default=0), min(i.shape[1] for i in items)
@@ -185,6 +192,5 @@ def _together(plan: Plan, items: list[Item], layers: dict[str, int], streams: in
         if i.scheme
     )
     batch = texts.BATCH * texts.WINDOW * hidden * (len(layers) + 24)
-    return (
-        int(grids) + streams + 4 * (4 * max(layers.values()) + batch + sum(i.params for i in tables) + 6 * texts.WINDOW * rows)
-    )
+    around = sum(i.params * (6 if table_rate(weights) and i.scheme is None else 1) for i in tables)
+    return int(grids) + streams + 4 * (4 * max(layers.values()) + batch + around + 6 * texts.WINDOW * rows)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -125,6 +126,22 @@ class DecoderLayers:
         parameters = dict(self.layers[number].named_parameters())
         return {t.inside: t.name for t in self._mine[number] if t.cut is None and t.inside in parameters}
 
+    def embedding_path(self) -> str:
+        """The model's parameter that holds the input embedding."""
+        table = self.model.get_input_embeddings()
+        return next(f"{path}.weight" for path, module in self.model.named_modules() if module is table)
+
+    def around(self) -> dict[str, str]:
+        """The model's parameter -> checkpoint name, for the embedding, the head and the norms next to the list of layers."""
+        tables = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        found, beside = {}, self._prefix.rstrip(".").rpartition(".")[0]
+        for t in self._rest:
+            module, leaf = _owner(self.model, t.inside)
+            norm = t.inside.rpartition(".")[0].rpartition(".")[0] == beside and is_norm(module)
+            if t.cut is None and leaf == "weight" and (norm or module in tables):
+                found[t.inside] = t.name
+        return found
+
     @torch.no_grad()
     def start(
         self, windows: torch.Tensor, batch: int, instead: Mapping[str, torch.Tensor] | None = None
@@ -158,8 +175,11 @@ class DecoderLayers:
         return first, [o if any(t.values().numel() for t in o.added) else o._replace(added=[]) for o in others]
 
     @contextmanager
-    def tail(self) -> Iterator[Callable[[torch.Tensor, Hidden], torch.Tensor]]:
-        """A function of ids (n, T) and the last layer's output for them; returns logits, differentiable in that output."""
+    def tail(self) -> Iterator[Callable[..., torch.Tensor]]:
+        """A function of ids (n, T), the last layer's output for them and other values of the model's parameters (by name).
+
+        It returns logits, differentiable in that output and in those values. In this context `entering` can be called, too.
+        """
         self._fill(self.model, self._rest)
         tied = {p: s for p, s in self.skeleton.tied.items() if not p.startswith(self._prefix)}
         for param, source in tied.items():
@@ -168,17 +188,33 @@ class DecoderLayers:
         forwards = [layer.forward for layer in self.layers]
         try:
 
-            def logits(ids: torch.Tensor, hidden: Hidden) -> torch.Tensor:
+            def logits(ids: torch.Tensor, hidden: Hidden, values: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
                 for layer in self.layers:
                     layer.forward = lambda *_, **__: hidden.as_subclass(_Output)
                 words = ids.clamp(min=0).to(self.device)  # ids below zero are rows of images, which are already in `hidden`
-                return self.model(input_ids=words, use_cache=False).logits
+                given = {"input_ids": words, "use_cache": False}
+                return functional_call(self.model, dict(values or {}), (), given).logits
 
             yield logits
         finally:
             for layer, forward in zip(self.layers, forwards, strict=True):
                 layer.forward = forward
             self._empty(self.model, self._rest)
+
+    def entering(self, ids: torch.Tensor, values: Mapping[str, torch.Tensor]) -> Hidden:
+        """The first layer's input for ids (n, T), differentiable in `values` of the model's parameters; for use in `tail`.
+
+        It replaces the layers' forwards.
+        """
+        first: list[Hidden] = []
+        others = [Others((), {}, []) for _ in self.layers]
+        record = _recorder(first, others, False)
+        for number, layer in enumerate(self.layers):
+            layer.forward = partial(record, number)
+        outer = "" if self.base is self.model else f"{self.model.base_model_prefix}."
+        given = {p.removeprefix(outer): t for p, t in values.items()}
+        functional_call(self.base, given, (), {"input_ids": ids.to(self.device), "use_cache": False})
+        return first[0]
 
     @contextmanager
     def layer(self, number: int) -> Iterator[nn.Module]:
@@ -237,6 +273,11 @@ def find_layers(base: nn.Module) -> tuple[nn.ModuleList, str]:
             layers = max(lists, key=len)
             return layers, next(n for n, m in base.named_modules() if m is layers)
     raise UnsupportedError(f"{type(base).__name__} has no list of decoder layers to calibrate; use --method lsq")
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module is a norm."""
+    return "Norm" in type(module).__name__
 
 
 def _owner(root: nn.Module, path: str) -> tuple[nn.Module, str]:
