@@ -29,8 +29,8 @@ BOTH_SIDES = (3, 4)
 # Bits at which `distill` trains all layers together right from gptq's codes, each of which starts where its weight lies between
 # two codes, in MORE_PASSES. Base, 2 bits g64, 524,288 tokens of own text, perplexity on WikiText-2 / mix: 36.65 / 45.26; from
 # learn's result, codes in the middle of their intervals, PASSES: 38.68 / 47.08. At 3 bits KL is that of yaqa's start, for which
-# tables with scales in bytes take too long: base in groups of 16 was not done after 235 s on an H200, gptq after 50. Such tables
-# in 2 to 4 bits by `--bpw 3.5`, all from gptq's codes: KL 0.0747 / 0.0814; 3 bits in groups of 16: 0.0833 / 0.0886.
+# tables with scales in bytes take too long: base in groups of 16 was not done after 235 s on an H200, gptq after 50. By
+# `--bpw 3.5` such tables, all from gptq's codes, have a KL of 0.0747 / 0.0814; 3 bits in groups of 16 have 0.0833 / 0.0886.
 STRAIGHT, STRAIGHT_BYTES = (2,), (2, 3, 4)
 STRAIGHT_CODES = 2e-3  # the codes' rate then. Base, 2 bits: KL 0.290 / 0.321, by 5e-3 0.304 / 0.336 (table-e4m3 g16, own text)
 TABLES = 1e-3  # the rate of embedding and head, as a share of their root mean square

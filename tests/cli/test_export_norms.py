@@ -1,4 +1,4 @@
-"""Norms that were learnt (distill) belong to the checkpoint: every export carries them, and the logits are the checkpoint's."""
+"""What distill learnt besides codes and scales (norms, the embedding) is in every export: the logits are the checkpoint's."""
 
 import shutil
 
@@ -16,11 +16,11 @@ IDS = torch.arange(3, 43).reshape(2, 20)
 
 
 def learnt(packed, folder, share):
-    """A copy of a checkpoint whose norms are changed by up to this fraction."""
+    """A copy of a checkpoint whose norms and embedding are changed by up to this fraction."""
     shutil.copytree(packed, folder)
     tensors, draw = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(0)
-    names = [n for n, t in tensors.items() if "norm" in n]
-    assert len(names) > 4
+    names = [n for n, t in tensors.items() if t.is_floating_point() and ("norm" in n or n.endswith("embed_tokens.weight"))]
+    assert len(names) > 5
     for n in names:
         moved = 1 + share * (2 * torch.rand(tensors[n].shape, generator=draw) - 1)
         tensors[n] = (tensors[n].float() * moved).to(tensors[n].dtype)
@@ -38,7 +38,7 @@ def differ(a, b):
 
 
 def check(packed, to, folder):
-    """An export of a checkpoint with learnt norms has the checkpoint's logits; with the original norms it would not."""
+    """An export of a checkpoint with learnt values has the checkpoint's logits; with the original ones it would not."""
     source = learnt(packed, folder / "learnt", 0.3)
     expected = logits(source)
     done = export(source, to, folder / ("out.gguf" if to == "gguf" else "out"))
@@ -50,11 +50,11 @@ CASES = [("gptq", SYM), ("awq", INT4), ("compressed-tensors", INT4), ("hqq", FLO
 
 
 @pytest.mark.parametrize(("to", "schemes"), CASES, ids=lambda v: v if isinstance(v, str) else "")
-def test_learnt_norms_are_exported(bf16_checkpoints, tmp_path, to, schemes):
+def test_learnt_values_are_exported(bf16_checkpoints, tmp_path, to, schemes):
     packed = shutil.copytree(bf16_checkpoints("llama", schemes).packed, tmp_path / "packed")
     check(write_byte_tokenizer(packed), to, tmp_path)
 
 
 @pytest.mark.parametrize("to", ["gguf", "humming"])
-def test_learnt_norms_are_exported_from_the_demo(demo4, tmp_path, to):
+def test_learnt_values_are_exported_from_the_demo(demo4, tmp_path, to):
     check(demo4, to, tmp_path)
