@@ -74,7 +74,13 @@ FLAGS: dict[str, tuple[type, Any]] = {
     "calib_tokens": (int, option("How many tokens of it to read.  [default: 65536; distill on a GPU: to 524288]")),
     "calib_seed": (int, option("With --calib self: the seed of that text.  [default: 0]")),
     "rotate": (bool, option("Rotate the residual stream first (folded into the weights).", None, None, "--rotate/--no-rotate")),
-    "format": (str, option("lowq; nvfp4, mxfp4, nf4, or table, table-e4m3 (fitted); fp8 (e4m3).  [default: lowq]")),
+    "format": (
+        str,
+        option(
+            "lowq; nvfp4, mxfp4, nf4, or table, table-e4m3 (fitted); fp8 (e4m3).  "
+            "[default: lowq; distill with mixed widths: table-e4m3]"
+        ),
+    ),
     "block": (str, option("With --format fp8: 128x128 or 256x256.  [default: 128x128]")),
     "act": (
         str,

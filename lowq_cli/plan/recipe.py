@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args
 
 from lowq_cli import quantizers, recipes
 from lowq_cli.plan import values
-from lowq_cli.plan.table_formats import TABLE_FORMATS, TableFormat
+from lowq_cli.plan.table_formats import PLACED, TABLE_FORMATS, TableFormat
 from lowq_cli.plan.values import Group, Keep, Override, spelled
 from lowq_packers.errors import NotFoundError, UsageError
 from lowq_packers.regular import MAX_CONFIG, read_given
@@ -43,6 +43,7 @@ EXAMPLE = {"max_kl": "0.02 nats per token", "max_ppl": "1%", "tokens_per_s": "30
 BUDGETS = ("bpw", "size", "max_kl", "max_ppl")  # fields that replace `bits`
 LAYOUTS = ("auto", "rowstream", "tile", "cpu")  # layouts that files can have
 FORMATS = ("lowq", "fp8", *TABLE_FORMATS)
+OF_GRIDS = {"format", "group", "zero", "act"}  # with one of these fields given, nobody else chooses the format
 OF_FP8 = ("format", "block", "act", "lm_head", "skip")  # the fields that the format fp8 accepts
 
 
@@ -79,6 +80,7 @@ class Recipe:
         format, block: "lowq", or "fp8": e4m3 weights with a scale for each `block`, like DeepSeek's files. fp8 accepts only
             `act` "fp8" and "none", `skip`, and `lm_head` with any number of bits. Or a name of TABLE_FORMATS: weights of its
             widths have its table and scales; weights of other widths are stored as in "lowq".
+            If not given, distill with a budget or a bound has "table-e4m3", unless group, zero or act is given.
     """
 
     format: str = "lowq"
@@ -153,6 +155,11 @@ class Recipe:
     def tokens(self) -> int:
         """Max. number of calibration tokens."""
         return self.calib_tokens or CALIB_TOKENS
+
+    @property
+    def distills(self) -> bool:
+        """Whether its method trains all layers together."""
+        return self.method != "auto" and quantizers.needs_distilling(self.method)
 
     @property
     def budgeted(self) -> bool:
@@ -292,7 +299,9 @@ def make_recipe(file: str | Path | None = None, **flags: Any) -> Recipe:
     chosen = [f"--{name.replace('_', '-')}" for name in BUDGETS if table.get(name)]
     if "bits" in table and chosen:
         raise UsageError(f"{chosen[0]} chooses the bits of every weight; leave --bits out, or name its choices with --widths")
-    return Recipe(**table)
+    recipe = Recipe(**table)
+    free = recipe.budgeted and recipe.distills and not OF_GRIDS & table.keys()
+    return replace(recipe, format=PLACED) if free else recipe
 
 
 def _check_fp8(settings: dict[str, Any]) -> None:

@@ -88,8 +88,7 @@ def prepare(
             source = rotated(raw)
         folder = default_out(source, recipe) if out is None else Path(out)
         check_apart(folder, source.folder if Path(model).is_dir() else None)
-        together = recipe.method != "auto" and quantizers.needs_distilling(recipe.method)
-        if together and recipe.calib_tokens is None and not recipe.bounded and devices[0].type == "cuda":
+        if recipe.distills and recipe.calib_tokens is None and not recipe.bounded and devices[0].type == "cuda":
             uniform = replace(recipe, bpw=None, size=None)  # as many weights as the widths that are not chosen yet
             recipe = replace(recipe, calib_tokens=tokens_for(make_plan(source, uniform, shard_size)))
         allocation = text = text_plan = met = trial = None
@@ -118,6 +117,10 @@ def prepare(
                 trial = search.best
             else:
                 recipe, allocation = mixed.resolve(source, recipe, text, on, watch)
+                if recipe.method == "auto" and allocation.in_nats:
+                    from lowq_cli.run import trained_plan
+
+                    notes.append(trained_plan.offer(os.fspath(model), source, recipe, on))
         plan = make_plan(source, recipe, shard_size)
         if out is None and not budgeted:
             folder = default_out(source, recipe, common_group(plan, recipe))

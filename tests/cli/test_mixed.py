@@ -1,6 +1,7 @@
 """A budget of bits: predicted and measured loss agree, the budget holds, weights that engines fuse stay together."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -40,7 +41,10 @@ def schemes(plan):
 
 @pytest.mark.parametrize(
     ("family", "form"),
-    [*((f, "lowq") for f in ("llama", "llama-tied", "phi3", "gemma3", "gpt2", "mixtral", "qwen3-moe")), ("phi3", "table-e4m3")],
+    [
+        *((f, "lowq") for f in ("llama", "llama-tied", "phi3", "gemma3", "gpt2", "mixtral", "qwen3-moe")),
+        *((f, "table-e4m3") for f in ("phi3", "llama-tied", "mixtral")),
+    ],
 )
 def test_budgets_hold_and_fused_weights_agree(family, form, family_checkpoints, small, tmp_path):
     folder = family_checkpoints(family, schemes={}).dense
@@ -192,3 +196,12 @@ def test_the_plan_is_shown_and_drawn(family_checkpoints, small, tmp_path):
     assert told["expected_kl"] == pytest.approx(sum(g["error"] for g in told["groups"]))
     assert png.stat().st_size > 1000
     assert not (tmp_path / "o").exists()
+
+
+def test_the_plan_says_what_training_would_take(family_checkpoints, small, tmp_path):
+    folder = str(family_checkpoints("llama").dense)
+    for more, said in (([], True), (["--method", "gptq", "--calib", "bundled"], False)):
+        done = CliRunner().invoke(app, ["quantize", folder, "--bpw", "7.5", "--device", "cpu", "--dry-run", *more])
+        assert done.exit_code == 0, done.output
+        found = re.search(r"--method distill loses less in as many bits: it trains all layers together, about \d", done.output)
+        assert bool(found) == said

@@ -32,6 +32,13 @@ def test_toml_and_flags_give_the_same_recipe(tmp_path):
     assert make_recipe(path, overrides=["q_proj=8"]).overrides[-1] == Override("q_proj", 8)
 
 
+@pytest.mark.parametrize("given", [{}, {"format": "lowq"}, {"group": 32}, {"zero": "int"}, {"act": "int8"}], ids=str)
+def test_a_budget_of_distill_is_placed_among_tables_unless_the_grid_is_given(given):
+    recipe = make_recipe(method="distill", bpw=3.5, **given)
+    assert recipe.format == ("lowq" if given else "table-e4m3")
+    assert make_recipe(method="gptq", bpw=3.5, **given).format == make_recipe(method="distill", **given).format == "lowq"
+
+
 def test_defaults_are_those_of_the_dataclass():
     assert make_recipe() == Recipe() == make_recipe(bits=None, overrides=None)
 
