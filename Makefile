@@ -39,8 +39,7 @@ types: $(VENV)/tests
 	rm -rf $(VENV)/types && mkdir $(VENV)/types
 	ln -s ../../kernels $(VENV)/types/lowq_kernels
 	ln -s ../../packers $(VENV)/types/lowq_packers
-	MYPYPATH=$(VENV)/types $(BIN)/mypy
-	MYPYPATH=$(VENV)/types $(BIN)/mypy benchmarks
+	MYPYPATH=$(VENV)/types $(BIN)/mypy lowq_cli $(VENV)/types/lowq_kernels $(VENV)/types/lowq_packers benchmarks
 
 # mypy runs beside the tests, in the time that they leave; what it says comes last
 check: lint
