@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 
+import pytest
 import torch
 
 
@@ -20,9 +21,20 @@ gc.disable()  # a million objects come to stay while tests are collected: 7 of 2
 
 
 def pytest_collection_finish():
-    """What is there now is no garbage later: each collection took 0.5 s, and a server makes one whenever it unloads a model."""
-    gc.freeze()
+    """Young objects are looked through each 20,000 instead of 700 new ones: 4% less of a file of models."""
+    gc.set_threshold(20_000, 10, 10)
     gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _freeze_objects():
+    """Collect garbage before each file and ignore what is alive then.
+
+    Otherwise a full collection takes 0.5 to 2 s by the middle of the suite, and a server makes one whenever it unloads a model.
+    Eight files took 129 processor seconds with objects frozen after collection alone, and 105 so.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 if not torch.cuda.is_available():
