@@ -11,7 +11,8 @@
 // Pick    a warp a token. A logit in 16 bits, mapped so that integers are ordered as they are, and the expert behind it are one
 //         number, so the next best is one `redux`. Equal logits: the lowest expert.
 // Early   the router's weights are on the multiprocessors before the previous kernel has ended.
-// Limits  H a multiple of 8; what a block has of the router in its registers.
+//         Its last AWAY steps wait in shared memory, where registers do not hold all: a lane copies what it reads itself.
+// Limits  H a multiple of 8; what a block has of the router in its registers and its shared memory.
 // Source  own
 #include "exp2.cuh"
 #include "fold.cuh"
@@ -114,11 +115,12 @@ __device__ __forceinline__ void choose(const float (&logit)[MINE], const float (
 }
 
 // The phases of the kernel. A lane's experts e are lane + 32 i.
-template <int T, int TILES, int PARTS, int STEPS>
+template <int T, int TILES, int PARTS, int STEPS, int AWAY>
 struct Phases {
     // experts of a block, of all, of a lane
     static constexpr int ROWS = TILES * 16, MOST = ROWS * CLUSTER / PARTS, MINE = (MOST + 31) / 32;
-    using Router = uint4[TILES][STEPS][2];
+    static constexpr int HELD = STEPS - AWAY;  // steps in registers
+    using Router = uint4[TILES][HELD][2];
 
     // The block's part of the router, rows from `first` on. k_of(step): the first of a lane's eight k.
     template <class KOf>
@@ -126,7 +128,7 @@ struct Phases {
 #pragma unroll
         for (int t = 0; t < TILES; t++)
 #pragma unroll
-            for (int s = 0; s < STEPS; s++)
+            for (int s = 0; s < HELD; s++)
 #pragma unroll
                 for (int i = 0; i < 2; i++) {  // experts past the last repeat it: those sums are not read
                     const u16* from = router + (size_t)smaller(first + 16 * t + r + 8 * i, E - 1) * H + k_of(s);
@@ -136,6 +138,23 @@ struct Phases {
                                      : "=r"(w[t][s][i].x), "=r"(w[t][s][i].y), "=r"(w[t][s][i].z), "=r"(w[t][s][i].w)
                                      : "l"(from));
                 }
+    }
+    // Where this lane's 16 bytes of a tile, step and half lie in shared memory.
+    static __device__ __forceinline__ int away_at(int t, int s, int i) {
+        return ((t * AWAY + s - HELD) * 2 + i) * WARPS * 32 + threadIdx.x;
+    }
+    template <class KOf>
+    static __device__ __forceinline__ void copy_router(const u16* router, int first, int E, int H, int r, KOf k_of, uint4* to) {
+#pragma unroll
+        for (int t = 0; t < TILES; t++)
+#pragma unroll
+            for (int s = HELD; s < STEPS; s++)
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    copy_async_or_zero(shared_address(to + away_at(t, s, i)),
+                                       router + (size_t)smaller(first + 16 * t + r + 8 * i, E - 1) * H + k_of(s),
+                                       k_of(s) < H ? 16 : 0);
+        copy_commit();
     }
     static __device__ __forceinline__ void load_bias(const u16* bias, int E, int lane, u16 (&to)[MINE]) {
 #pragma unroll
@@ -214,11 +233,11 @@ struct Phases {
     }
 };
 
-template <int T, int TILES, int PARTS, int STEPS, int BEYOND = 0>
+template <int T, int TILES, int PARTS, int STEPS, int BEYOND = 0, int AWAY = 0>
 __global__ void __launch_bounds__(WARPS * 32, 1)
 route(const u16* __restrict__ router, const u16* __restrict__ bias, const u16* x, long long* ids, float* weights, int M,
       int E, int H, int top_k, int normalise, int rounded, const Facts f) {
-    using P = Phases<T, TILES, PARTS, STEPS>;
+    using P = Phases<T, TILES, PARTS, STEPS, AWAY>;
     constexpr int ROWS = P::ROWS, MOST = P::MOST, MINE = P::MINE;
     __shared__ float sums[WARPS][ROWS * TOKENS];
     __shared__ float logits[PARTS][MOST];  // of this block's token
@@ -226,6 +245,8 @@ route(const u16* __restrict__ router, const u16* __restrict__ bias, const u16* x
     __shared__ float norms[PARTS];            // and of this block's token
     __shared__ float scale_at[BEYOND == 2 ? STEPS * WARPS * 32 : 1];  // of this block's k
     __shared__ u64 all_there[1];
+    extern __shared__ float4 shared[];  // the router's steps that registers do not hold
+    uint4* const away = (uint4*)shared;
 
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, r = lane >> 2, quad = lane & 3;
     const int rank = blockIdx.x, part = rank % PARTS, first = rank / PARTS * ROWS, m0 = blockIdx.y * TOKENS,
@@ -239,6 +260,7 @@ route(const u16* __restrict__ router, const u16* __restrict__ bias, const u16* x
     uint4 v[STEPS];
     u16 biases[MINE];
     float choice[MINE], each[MINE];
+    if constexpr (AWAY > 0) P::copy_router(router, first, E, H, r, k_of, away);
     P::load_router(router, first, E, H, r, k_of, w);
     P::load_bias(bias, E, lane, biases);
     if constexpr (BEYOND != 0) P::load_facts(f, E, warp, lane, choice, each);
@@ -256,12 +278,14 @@ route(const u16* __restrict__ router, const u16* __restrict__ bias, const u16* x
         square += __shfl_xor_sync(0xffffffffu, square, 1), square += __shfl_xor_sync(0xffffffffu, square, 2);
         if (quad == 0) squares[warp][r] = square;
     }
+    if constexpr (AWAY > 0) copy_wait<0>();
 #pragma unroll
     for (int t = 0; t < TILES; t++) {
         float acc[4] = {};
 #pragma unroll
         for (int s = 0; s < STEPS; s++) {
-            const uint4 a = w[t][s][0], b = w[t][s][1];
+            const uint4 a = s < P::HELD ? w[t][s < P::HELD ? s : 0][0] : away[P::away_at(t, s, 0)],
+                        b = s < P::HELD ? w[t][s < P::HELD ? s : 0][1] : away[P::away_at(t, s, 1)];
             const u32 low[4] = {a.x, b.x, a.y, b.y}, high[4] = {a.z, b.z, a.w, b.w};
             mma<T>(acc, low, v[s].x, v[s].y, acc[0], acc[1], acc[2], acc[3]);
             mma<T>(acc, high, v[s].z, v[s].w, acc[0], acc[1], acc[2], acc[3]);

@@ -27,6 +27,9 @@ TILE, SPAN = 16, 32  # experts per row tile; k per warp and step
 MOST_TOKENS = 512
 # Max. 16-byte loads of the router's weight per lane: 80 of its 128 registers; of routers beyond a softmax 64, with a norm 48.
 MOST_LOADS = {0: 20, 1: 16, 2: 12}
+# Max. such loads per lane that wait in shared memory: 160 of a block's 227 KB. Sums and scales of x (with a norm) take 40.
+MOST_AWAY = 20
+LOAD = 16 * 32 * WARPS  # bytes of a block's loads
 
 
 def _shape(E: int, H: int) -> tuple[int, int, int]:
@@ -41,6 +44,11 @@ def _beyond(facts: tuple[str, ...]) -> int:
     return 2 if "norm" in facts else int(bool(facts))
 
 
+def _away(tiles: int, steps: int, beyond: int) -> int:
+    """Steps of the router that wait in shared memory."""
+    return max(0, steps - MOST_LOADS[beyond] // (2 * tiles))
+
+
 def _refuse(call: RouteCall) -> str | None:
     if more := set(call.beyond) - TAKES:
         return f"takes no router with {', '.join(more)}"
@@ -49,14 +57,14 @@ def _refuse(call: RouteCall) -> str | None:
     tiles, _, steps = _shape(call.E, call.H)
     if call.H % 8 or call.top_k > 32:
         return f"takes features in eights and up to 32 experts a token, not {call.H} and {call.top_k}"
-    if 2 * tiles * steps > MOST_LOADS[_beyond(call.beyond)]:
-        return f"a router of {call.E} x {call.H} is more than a cluster's registers hold"
+    if 2 * tiles * _away(tiles, steps, _beyond(call.beyond)) > MOST_AWAY:
+        return f"a router of {call.E} x {call.H} is more than a cluster holds"
     return None
 
 
 @cache
-def _kernel(instance: str, device: int, serialize: bool) -> Kernel:
-    return Kernel("route.cu", instance, device, 32 * WARPS, PARAMETERS, cluster=CLUSTER, serialize=serialize)
+def _kernel(instance: str, device: int, smem: int, serialize: bool) -> Kernel:
+    return Kernel("route.cu", instance, device, 32 * WARPS, PARAMETERS, smem=smem, cluster=CLUSTER, serialize=serialize)
 
 
 def _facts(f: RouterFacts, H: int) -> bytes:
@@ -75,10 +83,13 @@ CLUSTERS = gpu.since(lambda g: g.max_cluster >= CLUSTER)
 def route(r: Routing, config: Config) -> torch.Tensor:
     """See `RouteCall`."""
     (M, E, H, top_k), f = r.sizes, r.facts
-    beyond = _beyond(f.beyond)
-    instance = f"route<{TYPES[r.x.dtype]}, {', '.join(map(str, _shape(E, H)))}{f', {beyond}' if beyond else ''}>"
-    kernel = _kernel(instance, r.x.device.index, launch.enabled)
+    beyond, (tiles, parts, steps) = _beyond(f.beyond), _shape(E, H)
+    away = _away(tiles, steps, beyond)
+    more = (beyond, away) if away else (beyond,) if beyond else ()
+    instance = f"route<{', '.join(map(str, (TYPES[r.x.dtype], tiles, parts, steps, *more)))}>"
+    smem = 2 * tiles * away * LOAD
+    kernel = _kernel(instance, r.x.device.index, smem, launch.enabled)
     pointers = (0 if t is None else t.data_ptr() for t in (f.weight, f.logits_bias, r.x, r.ids, r.weights))
     facts = _facts(f, H) if beyond else UNFOLDED
-    kernel(CLUSTER, math.ceil(M / TOKENS), 0, *pointers, M, E, H, top_k, f.normalise, f.rounded, facts)
+    kernel(CLUSTER, math.ceil(M / TOKENS), smem, *pointers, M, E, H, top_k, f.normalise, f.rounded, facts)
     return r.ids

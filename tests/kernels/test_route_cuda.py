@@ -29,6 +29,7 @@ CASES = {
     "eight do, and half a tile": (2, 8, 4096, 2, True, True, False, F16),
     "sixty experts": (8, 60, 96, 4, False, True, False, BF16),
     "one of five": (1, 5, 40, 1, False, False, True, F16),
+    "a softmax whose last steps wait in shared memory": (2, 250, 3064, 8, True, False, False, F16),
 }
 
 
@@ -50,6 +51,8 @@ BEYOND = {
     "gemma 4": (3, 40, 776, 8, F16, {"norm": True, "scale": 776, "each": 40}),
     "gemma 4 in bf16, parts of k": (1, 16, 1032, 2, BF16, {"norm": True, "scale": 1032, "each": 16, "rounded": True}),
     "glm": (1, 128, 520, 8, BF16, {"score": "sigmoid", "choice_bias": 128, "sum_eps": 1e-20, "factor": 2.5}),
+    "minimax, two of six steps in shared memory": (9, 256, 3064, 8, BF16, {"score": "sigmoid", "choice_bias": 256}),
+    "a norm, eight of fourteen steps there": (2, 120, 7160, 6, F16, {"norm": True, "scale": 7160, "each": 120}),
     "sigmoid, more tokens than a cluster has blocks": (11, 24, 64, 3, F16, {"score": "sigmoid", "normalise": False}),
     "a softmax with a factor": (2, 60, 96, 4, F16, {"factor": 16.0, "normalise": False, "logits_bias": 60}),
     "a bias for the choice of a softmax": (2, 250, 264, 6, F16, {"choice_bias": 250, "sum_eps": 1e-3}),
@@ -159,14 +162,16 @@ def test_who_takes_what():
     assert select(CALL)[0].name == "cuda/route"
     assert select(dataclasses.replace(CALL, M=4096))[0].name == "triton/route_many"
     assert select(dataclasses.replace(CALL, capability=(8, 0)))[0].name == "triton/route"
-    assert select(dataclasses.replace(CALL, E=512))[0].name == "triton/route"  # 32 loads a lane
+    assert select(dataclasses.replace(CALL, E=512))[0].name == "cuda/route"  # 32 loads a lane, 16 of them in shared memory
+    assert select(dataclasses.replace(CALL, E=512, H=4096))[0].name == "triton/route"
     why = named("cuda/route").why_not
     assert select(dataclasses.replace(CALL, H=2816, beyond=("norm", "scale", "each")))[0].name == "cuda/route"
-    assert "registers" in why(dataclasses.replace(CALL, H=4096, beyond=("norm", "scale", "each")))
+    assert select(dataclasses.replace(CALL, H=4096, beyond=("norm", "scale", "each")))[0].name == "cuda/route"
+    assert "cluster holds" in why(dataclasses.replace(CALL, E=256, H=6144, beyond=("norm", "scale", "each")))
     assert select(dataclasses.replace(CALL, H=4096, beyond=("sigmoid", "choice_bias")))[0].name == "cuda/route"
     assert "groups" in why(dataclasses.replace(CALL, beyond=("sigmoid", "groups")))
     assert "factors" in why(dataclasses.replace(CALL, beyond=("norm", "a norm with factors")))
-    assert "registers" in why(dataclasses.replace(CALL, H=8192))
+    assert "cluster holds" in why(dataclasses.replace(CALL, E=256, H=7168))
     assert "eights" in why(dataclasses.replace(CALL, H=2044))
 
 
