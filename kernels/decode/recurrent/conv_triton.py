@@ -1,7 +1,8 @@
 """The convolution of recurrent mixers over a channel's last W inputs: one token of each of many sequences, or runs of tokens.
 
-Grid    step  (sequences, channels in blocks): a channel's inputs move on by one in its state; of several rows of a sequence
-              one after another, each time to a place of its own
+Grid    step  (sequences, channels in blocks): a channel's inputs move on by one in its state
+        rows  (sequences, channels in blocks): several rows of a sequence at once; the inputs that a channel has after each of
+              them go to a place of its own
         run   (tiles of tokens in parts, heads or channels in blocks): inputs before a run come from its state. Keys and queries
               of gated delta are brought to length 1 in the same program, a head each
         after (runs, channels in blocks): the last inputs of each run become its state, when all tiles have read it
@@ -22,7 +23,8 @@ from lowq_kernels.decode.launch import pdl
 from lowq_kernels.decode.recurrent import CHUNK, Rows, Runs, States
 from lowq_kernels.decode.recurrent.delta import EPS
 
-CHANNELS = 256  # channels per program of a step, and of the kernel that updates the state after a run
+# Channels times rows of a sequence per program of a step; channels per program of the kernel that updates states after a run.
+CHANNELS = 256
 RUN_CHANNELS, RUN_ROWS = 128, 16  # channels (of a mixer without heads) and tokens per program of a run
 PLAIN, GROUPED, SHORT = 0, 1, 2  # modes: the place of a channel's input in a row of x, and the use of the output
 LENGTHS: tl.constexpr = tl.constexpr(EPS)
@@ -47,7 +49,7 @@ def place(own, copies_ptr, sequence, t, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _input(token, c, mask, first, C, k_heads, k_dim, v_dim, each, MODE: tl.constexpr):
+def channels(token, c, mask, first, C, k_heads, k_dim, v_dim, each, MODE: tl.constexpr):
     """The convolution's inputs for channels c of row `token` of x, not rounded. MODE 0: channel c is at column first + c."""
     if MODE == 1:
         keys = k_heads * k_dim
@@ -67,48 +69,99 @@ def _input(token, c, mask, first, C, k_heads, k_dim, v_dim, each, MODE: tl.const
 
 @triton.jit
 def _conv_kernel(
+    x_ptr, weight_ptr, bias_ptr, state_ptr, slots_ptr, y_ptr, wide, first, C, k_heads, k_dim, v_dim, each,
+    end_x, end_b, by_x, by_b, by_c,
+    MODE: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_W: tl.constexpr,
+    PDL: tl.constexpr, TRIGGER: tl.constexpr,
+):  # fmt: skip
+    """MODE 0: channel c is at column first + c of x. SCALED: weights are multiplied by a constant per part of the channels."""
+    row, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask, w = c < C, tl.arange(0, BLOCK_W)
+    if TRIGGER:
+        gdc_launch_dependents()
+    own = tl.load(slots_ptr + row)
+    by = 1.0
+    if SCALED:
+        by = tl.where(c < end_x, by_x, tl.where(c < end_b, by_b, by_c))
+    if W > 1:
+        state = state_ptr + own * C * (W - 1) + (c * (W - 1))[:, None] + w[None, :]
+        mask_w = mask[:, None] & (w < W - 1)[None, :]
+        held = tl.load(state, mask=mask_w, other=0.0)
+        moved = tl.load(state + 1, mask=mask[:, None] & (w < W - 2)[None, :], other=0.0)
+        taps = tl.load(weight_ptr + (c * W)[:, None] + w[None, :], mask=mask_w, other=0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    token = x_ptr + row * wide
+    new = channels(token, c, mask, first, C, k_heads, k_dim, v_dim, each, MODE)
+    new = new.to(state_ptr.dtype.element_ty)
+    acc = new.to(tl.float32) * (tl.load(weight_ptr + c * W + W - 1, mask=mask, other=0.0).to(tl.float32) * by)
+    if W > 1:
+        acc += tl.sum(held.to(tl.float32) * taps, 1) * by
+        moved = tl.where((w == W - 2)[None, :], new[:, None], moved)
+        tl.debug_barrier()  # every thread has read before one of them writes
+        tl.store(state, moved, mask=mask_w)
+    if BIAS:
+        acc += tl.load(bias_ptr + c, mask=mask, other=0.0).to(tl.float32)
+    acc = acc * tl.load(token + C + c, mask=mask, other=0.0).to(tl.float32) if MODE == 2 else silu(acc)
+    tl.store(y_ptr + row * C + c, acc.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _held(state, t, c, mask, W: tl.constexpr):
+    """The inputs of channels c at rows t before a sequence's first, from its state."""
+    return tl.load(state + c * (W - 1) + t + W - 1, mask=mask & (t < 0), other=0.0)
+
+
+@triton.jit
+def _inputs(held, x_ptr, t, c, mask, wide, first, C, k_heads, k_dim, v_dim, each, MODE: tl.constexpr):
+    """The inputs of channels c at rows t of a sequence, rounded as in the state."""
+    new = channels(x_ptr + t.to(tl.int64) * wide, c, mask & (t >= 0), first, C, k_heads, k_dim, v_dim, each, MODE)
+    return tl.where(t < 0, held, new.to(held.dtype))
+
+
+@triton.jit
+def _conv_rows_kernel(
     x_ptr, weight_ptr, bias_ptr, state_ptr, slots_ptr, copies_ptr, y_ptr, wide, first, C, k_heads, k_dim, v_dim, each,
     end_x, end_b, by_x, by_b, by_c,
     MODE: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_W: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
+    BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
-    """MODE 0: channel c is at column first + c of x. SCALED: weights are multiplied by a constant per part of the channels."""
+    """As `_conv_kernel`, tensors of (rows, channels, inputs)."""
     sequence, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask, w = c < C, tl.arange(0, BLOCK_W)
+    t, w = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_W)
     if TRIGGER:
         gdc_launch_dependents()
     own = tl.load(slots_ptr + sequence)
     by = 1.0
     if SCALED:
-        by = tl.where(c < end_x, by_x, tl.where(c < end_b, by_b, by_c))
+        by = tl.where(c < end_x, by_x, tl.where(c < end_b, by_b, by_c))[None, :]
+    rows, these, mask = t[:, None], c[None, :], (t < ROWS)[:, None] & (c < C)[None, :]
+    weights = weight_ptr + these * W
+    last = tl.load(weights + W - 1, mask=these < C, other=0.0).to(tl.float32) * by
     if W > 1:
-        state, mask_w = state_ptr + (c * (W - 1))[:, None] + w[None, :], mask[:, None] & (w < W - 1)[None, :]
-        mask_next = mask[:, None] & (w < W - 2)[None, :]
-        held = tl.load(state + own * C * (W - 1), mask=mask_w, other=0.0)
-        moved = tl.load(state + own * C * (W - 1) + 1, mask=mask_next, other=0.0)
-        taps = tl.load(weight_ptr + (c * W)[:, None] + w[None, :], mask=mask_w, other=0.0).to(tl.float32)
+        at, all_w = rows[:, :, None] + w[None, None, :] - (W - 1), these[:, :, None]
+        mask_w = mask[:, :, None] & (w < W - 1)[None, None, :]
+        state = state_ptr + own * C * (W - 1)
+        held, held_next = _held(state, at, all_w, mask_w, W), _held(state, at + 1, all_w, mask_w, W)
+        taps = tl.load(weights[:, :, None] + w[None, None, :], mask=(these < C)[:, :, None] & (w < W - 1), other=0.0)
+        taps = taps.to(tl.float32)
+        places = place(own, copies_ptr, sequence, t, ROWS)[:, None, None] * C * (W - 1)
     if PDL:
         gdc_wait()
-    for t in range(ROWS):
-        row = sequence * ROWS + t
-        token = x_ptr + row * wide
-        new = _input(token, c, mask, first, C, k_heads, k_dim, v_dim, each, MODE)
-        new = new.to(state_ptr.dtype.element_ty)
-        acc = new.to(tl.float32) * (tl.load(weight_ptr + c * W + W - 1, mask=mask, other=0.0).to(tl.float32) * by)
-        if W > 1:
-            acc += tl.sum(held.to(tl.float32) * taps, 1) * by
-            moved = tl.where((w == W - 2)[None, :], new[:, None], moved)
-            at = place(own, copies_ptr, sequence, t, ROWS) * C * (W - 1)
-            tl.debug_barrier()  # every thread has read before one of them writes
-            tl.store(state + at, moved, mask=mask_w)
-            if ROWS > 1:
-                tl.debug_barrier()
-                held = tl.load(state + at, mask=mask_w, other=0.0)
-                moved = tl.load(state + at + 1, mask=mask_next, other=0.0)
-        if BIAS:
-            acc += tl.load(bias_ptr + c, mask=mask, other=0.0).to(tl.float32)
-        acc = acc * tl.load(token + C + c, mask=mask, other=0.0).to(tl.float32) if MODE == 2 else silu(acc)
-        tl.store(y_ptr + row * C + c, acc.to(y_ptr.dtype.element_ty), mask=mask)
+    x_ptr += sequence * ROWS * wide
+    new = channels(x_ptr + rows.to(tl.int64) * wide, these, mask, first, C, k_heads, k_dim, v_dim, each, MODE)
+    acc = new.to(state_ptr.dtype.element_ty).to(tl.float32) * last
+    if W > 1:
+        moved = _inputs(held_next, x_ptr, at + 1, all_w, mask_w, wide, first, C, k_heads, k_dim, v_dim, each, MODE)
+        held = _inputs(held, x_ptr, at, all_w, mask_w, wide, first, C, k_heads, k_dim, v_dim, each, MODE)
+        acc += tl.sum(held.to(tl.float32) * taps, 2) * by
+        tl.debug_barrier()  # every thread has read before one of them writes
+        tl.store(state_ptr + places + all_w * (W - 1) + w[None, None, :], moved, mask=mask_w)
+    if BIAS:
+        acc += tl.load(bias_ptr + these, mask=these < C, other=0.0).to(tl.float32)
+    token = x_ptr + rows.to(tl.int64) * wide + C + these
+    acc = acc * tl.load(token, mask=mask, other=0.0).to(tl.float32) if MODE == 2 else silu(acc)
+    tl.store(y_ptr + (sequence * ROWS + rows) * C + these, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -142,7 +195,7 @@ def _conv_run_kernel(
     for i in tl.static_range(W):
         at = rows - (W - 1) + i
         token = x_ptr + at.to(tl.int64)[:, None] * wide
-        new = _input(token, c[None, :], mask & (at >= run)[:, None], first, C, k_heads, k_dim, v_dim, each, MODE)
+        new = channels(token, c[None, :], mask & (at >= run)[:, None], first, C, k_heads, k_dim, v_dim, each, MODE)
         tap = (tl.load(weight_ptr + c * W + i, mask=mask_c, other=0.0).to(tl.float32) * by)[None, :]
         acc += new.to(state_ptr.dtype.element_ty).to(tl.float32) * tap
     if tl.program_id(0) % PARTS * ROWS + begin < run + W - 1:  # inputs before the run, which the state holds
@@ -178,7 +231,7 @@ def _conv_after_kernel(
     at = end - (W - 1) + w
     held = tl.load(state + (w + end - begin)[None, :], mask=mask & (at < begin)[None, :], other=0.0)
     token = x_ptr + at.to(tl.int64)[None, :] * wide
-    new = _input(token, c[:, None], mask & (at >= begin)[None, :], first, C, k_heads, k_dim, v_dim, each, MODE)
+    new = channels(token, c[:, None], mask & (at >= begin)[None, :], first, C, k_heads, k_dim, v_dim, each, MODE)
     new = tl.where((at < begin)[None, :], held, new.to(state_ptr.dtype.element_ty))
     tl.debug_barrier()  # every thread has read before one of them writes
     tl.store(state + w[None, :], new, mask=mask)
@@ -206,13 +259,18 @@ def convolved(
     y: torch.Tensor, how: Conv,
 ) -> None:  # fmt: skip
     """A token of each sequence, or rows of one: x (M, N) -> y (M, C)."""
-    C, W = weight.shape
-    BLOCK, (slots, copies, rows) = min(CHANNELS, triton.next_power_of_2(C)), parted(x, places)
-    _conv_kernel[(x.shape[0] // rows, triton.cdiv(C, BLOCK))](
-        x, weight, bias, states["conv"], slots, copies, y, x.shape[1], how.first, C, *how.grouped, *how.ends, *how.by,
-        MODE=how.mode, W=W, BIAS=bias is not None, SCALED=how.by != (1.0, 1.0, 1.0), ROWS=rows, BLOCK=BLOCK,
-        BLOCK_W=triton.next_power_of_2(max(W - 1, 1)), num_warps=4, **pdl(x),
-    )  # fmt: skip
+    (C, W), (slots, copies, rows) = weight.shape, parted(x, places)
+    BLOCK_T = triton.next_power_of_2(rows)
+    BLOCK = min(max(32, CHANNELS // BLOCK_T), triton.next_power_of_2(C))
+    facts = {"MODE": how.mode, "W": W, "BIAS": bias is not None, "SCALED": how.by != (1.0, 1.0, 1.0), "BLOCK": BLOCK}
+    facts |= {"BLOCK_W": triton.next_power_of_2(max(W - 1, 1)), "num_warps": 4, **pdl(x)}
+    grid, sizes = (x.shape[0] // rows, triton.cdiv(C, BLOCK)), (x.shape[1], how.first, C, *how.grouped, *how.ends, *how.by)
+    if rows == 1:
+        _conv_kernel[grid](x, weight, bias, states["conv"], slots, y, *sizes, **facts)
+    else:
+        _conv_rows_kernel[grid](
+            x, weight, bias, states["conv"], slots, copies, y, *sizes, ROWS=rows, BLOCK_T=BLOCK_T, **facts
+        )  # fmt: skip
 
 
 def convolved_runs(

@@ -40,10 +40,11 @@ LENGTHS: tl.constexpr = tl.constexpr(EPS)
 
 @triton.jit
 def _norm(y, weight_ptr, bias_ptr, n, eps, offs, mask, LAYER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr):
-    """The norm of y, n values in fp32; y is 0 outside the mask. offs: the places of their weights."""
+    """The norm of y's last dimension, n values in fp32; y is 0 outside the mask. offs: the places of their weights."""
+    LAST: tl.constexpr = len(y.shape) - 1
     if LAYER:
-        y = tl.where(mask, y - tl.sum(y, 0) / n, 0.0)
-    y = y * tl.rsqrt(tl.sum(y * y, 0) / n + eps)
+        y = tl.where(mask, y - tl.sum(y, LAST, keep_dims=True) / n, 0.0)
+    y = y * tl.rsqrt(tl.sum(y * y, LAST, keep_dims=True) / n + eps)
     if WEIGHT:
         y = y * tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     if BIAS:
@@ -52,12 +53,19 @@ def _norm(y, weight_ptr, bias_ptr, n, eps, offs, mask, LAYER: tl.constexpr, WEIG
 
 
 @triton.jit
+def _row(token, mixed, b_at, a_at, at_q, keys, at_v, mask_k, mask_v):
+    """b, a, q, k and v of a head in one row."""
+    q, k = tl.load(mixed + at_q, mask=mask_k, other=0.0), tl.load(mixed + keys + at_q, mask=mask_k, other=0.0)
+    return tl.load(token + b_at), tl.load(token + a_at), q, k, tl.load(mixed + at_v, mask=mask_v, other=0.0)
+
+
+@triton.jit
 def _delta_kernel(
     x_ptr, mixed_ptr, a_log_ptr, dt_ptr, weight_ptr, bias_ptr, state_ptr, slots_ptr, copies_ptr, sums_ptr, count_ptr, y_ptr,
     wide, scale, eps,
     KH: tl.constexpr, VH: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, GROUPED: tl.constexpr, LAYER: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    ALL_V: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
+    ALL_V: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
     sequence, h, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     EACH: tl.constexpr = VH // KH
@@ -81,14 +89,17 @@ def _delta_kernel(
     else:
         z_at, b_at = C + h * VD, C + VH * VD + h
         a_at = b_at + VH
+    at_q, at_v = k_head * KD + offs_k, 2 * KH * KD + h * VD + offs_v
+    token, mixed = x_ptr + sequence * ROWS * wide, mixed_ptr + sequence * ROWS * C
+    b, a, q, k, v = _row(token, mixed, b_at, a_at, at_q, KH * KD, at_v, mask_k, mask_v)
     for t in range(ROWS):
         row = sequence * ROWS + t
-        token, mixed = x_ptr + row * wide, mixed_ptr + row * C
-        beta = 1.0 / (1.0 + tl.exp(-tl.load(token + b_at).to(tl.float32)))
-        decay = tl.exp(-tl.exp(a_log) * softplus(tl.load(token + a_at).to(tl.float32) + dt))
-        q = tl.load(mixed + k_head * KD + offs_k, mask=mask_k, other=0.0)
-        k = tl.load(mixed + (KH + k_head) * KD + offs_k, mask=mask_k, other=0.0)
-        v = tl.load(mixed + 2 * KH * KD + h * VD + offs_v, mask=mask_v, other=0.0)
+        beta, decay = 1.0 / (1.0 + tl.exp(-b.to(tl.float32))), tl.exp(-tl.exp(a_log) * softplus(a.to(tl.float32) + dt))
+        if ROWS > 1:  # the next row's values are asked for before this one is computed
+            step = tl.minimum(t + 1, ROWS - 1)
+            b, a, next_q, next_k, next_v = _row(
+                token + step * wide, mixed + step * C, b_at, a_at, at_q, KH * KD, at_v, mask_k, mask_v
+            )  # fmt: skip
         q = q * tl.rsqrt(tl.sum(q * q, 0) + LENGTHS) * scale
         k = k * tl.rsqrt(tl.sum(k * k, 0) + LENGTHS)
         S = S * decay
@@ -98,23 +109,23 @@ def _delta_kernel(
         tl.store(state_ptr + at + head, S.to(state_ptr.dtype.element_ty), mask=mask)
         y, out = tl.sum(S * q[:, None], 0), (row * VH + h) * VD + offs_v
         if PARTS == 1:
-            z = tl.load(token + z_at + offs_v, mask=mask_v, other=0.0).to(tl.float32)
+            z = tl.load(token + t * wide + z_at + offs_v, mask=mask_v, other=0.0).to(tl.float32)
             y = _norm(y, weight_ptr, bias_ptr, VD, eps, offs_v, mask_v, LAYER, WEIGHT, BIAS) * silu(z)
             tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=mask_v)
         else:
             tl.store(sums_ptr + out, y, mask=mask_v)
+        if ROWS > 1:
+            q, k, v = next_q, next_k, next_v
     if PARTS > 1:
         if not arrived_last(count_ptr + sequence * VH + h, PARTS):
             return
-        offs_v = tl.arange(0, ALL_V)
-        mask_v = offs_v < VD
-        for t in range(ROWS):
-            row = sequence * ROWS + t
-            out = (row * VH + h) * VD + offs_v
-            z = tl.load(x_ptr + row * wide + z_at + offs_v, mask=mask_v, other=0.0).to(tl.float32)
-            y = tl.load(sums_ptr + out, mask=mask_v, other=0.0, cache_modifier=".cg")  # past the first-level cache
-            y = _norm(y, weight_ptr, bias_ptr, VD, eps, offs_v, mask_v, LAYER, WEIGHT, BIAS) * silu(z)
-            tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=mask_v)
+        offs_v, t = tl.arange(0, ALL_V)[None, :], tl.arange(0, BLOCK_T)[:, None]
+        mask_v, row = (offs_v < VD) & (t < ROWS), sequence * ROWS + t
+        out = (row * VH + h) * VD + offs_v
+        z = tl.load(x_ptr + row * wide + z_at + offs_v, mask=mask_v, other=0.0).to(tl.float32)
+        y = tl.load(sums_ptr + out, mask=mask_v, other=0.0, cache_modifier=".cg")  # past the first-level cache
+        y = _norm(y, weight_ptr, bias_ptr, VD, eps, offs_v, mask_v, LAYER, WEIGHT, BIAS) * silu(z)
+        tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=mask_v)
 
 
 @triton.jit
@@ -217,7 +228,7 @@ def delta(x: torch.Tensor, f: Delta, states: States, places: Steps, config: Conf
         f.k_dim**-0.5, norm.eps,
         KH=f.k_heads, VH=f.v_heads, KD=f.k_dim, VD=f.v_dim, GROUPED=f.grouped, LAYER=norm.kind == "layer",
         WEIGHT=norm.weight is not None, BIAS=norm.bias is not None, ROWS=rows, BLOCK_K=BLOCK_K, BLOCK_V=BLOCK_V, ALL_V=ALL_V,
-        num_warps=min(16, max(1, BLOCK_K * BLOCK_V // 1024)), **pdl(x),
+        BLOCK_T=triton.next_power_of_2(rows), num_warps=min(16, max(1, BLOCK_K * BLOCK_V // 1024)), **pdl(x),
     )  # fmt: skip
     return y
 
