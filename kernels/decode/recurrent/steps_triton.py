@@ -23,7 +23,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lowq_kernels.counters import counters
 from lowq_kernels.decode.launch import pdl
 from lowq_kernels.decode.recurrent import Rows, States
-from lowq_kernels.decode.recurrent.conv_triton import GROUPED, PLAIN, SHORT, Conv, convolved, parted, place, silu, softplus
+from lowq_kernels.decode.recurrent.conv_triton import (
+    GROUPED,
+    PLAIN,
+    SHORT,
+    Conv,
+    channels,
+    convolved,
+    parted,
+    place,
+    silu,
+    softplus,
+)
 from lowq_kernels.decode.recurrent.delta import EPS, Delta, DeltaCall
 from lowq_kernels.decode.recurrent.mamba2 import Mamba2, Mamba2Call
 from lowq_kernels.decode.recurrent.short_conv import ShortConv, ShortConvCall
@@ -34,6 +45,9 @@ Steps = torch.Tensor | Rows  # slots of sequences with one token each, or rows o
 LARGEST = 1 << 15  # max. values of a head's state
 # Columns of a delta state per program, whatever the batch, so that a sequence's bits do not depend on it.
 COLUMNS = 32
+CONVOLVED = (
+    1  # max. sequences whose convolution is part of the delta step: each program of a key head computes that of the head
+)
 MOST_NORMED = 65536  # max. values of Mamba2's norm: one block of a program
 LENGTHS: tl.constexpr = tl.constexpr(EPS)
 
@@ -60,17 +74,40 @@ def _row(token, mixed, b_at, a_at, at_q, keys, at_v, mask_k, mask_v):
 
 
 @triton.jit
+def _past(inputs, weight_ptr, bias_ptr, c, mask, BIAS: tl.constexpr, W: tl.constexpr):
+    """What the earlier inputs and the bias give to the convolution of channels c, and the newest input's weight; in fp32."""
+    acc = tl.load(bias_ptr + c, mask=mask, other=0.0).to(tl.float32) if BIAS else tl.zeros(c.shape, tl.float32)
+    for w in tl.static_range(W - 1):
+        held = tl.load(inputs + c * (W - 1) + w, mask=mask, other=0.0).to(tl.float32)
+        acc += held * tl.load(weight_ptr + c * W + w, mask=mask, other=0.0).to(tl.float32)
+    return acc, tl.load(weight_ptr + c * W + W - 1, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _moved_on(inputs, new, c, mask, W: tl.constexpr, BLOCK_W: tl.constexpr):
+    """The inputs that channels c have after `new`, in their place."""
+    w = tl.arange(0, BLOCK_W)
+    at = inputs + (c * (W - 1))[:, None] + w[None, :]
+    moved = tl.load(at + 1, mask=mask[:, None] & (w < W - 2)[None, :], other=0.0)
+    tl.debug_barrier()  # every thread has read before one of them writes
+    tl.store(at, tl.where((w == W - 2)[None, :], new[:, None], moved), mask=mask[:, None] & (w < W - 1)[None, :])
+
+
+@triton.jit
 def _delta_kernel(
-    x_ptr, mixed_ptr, a_log_ptr, dt_ptr, weight_ptr, bias_ptr, state_ptr, slots_ptr, copies_ptr, sums_ptr, count_ptr, y_ptr,
-    wide, scale, eps,
+    x_ptr, mixed_ptr, taps_ptr, taps_bias_ptr, inputs_ptr, a_log_ptr, dt_ptr, weight_ptr, bias_ptr, state_ptr, slots_ptr,
+    copies_ptr, sums_ptr, count_ptr, y_ptr, wide, scale, eps,
     KH: tl.constexpr, VH: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, GROUPED: tl.constexpr, LAYER: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    ALL_V: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, CONV: tl.constexpr, W: tl.constexpr, TAPS_BIAS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ALL_V: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
+    PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
+    """CONV: with the convolution of one row. All programs of a key head read its inputs, so the last of them moves these on."""
     sequence, h, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     EACH: tl.constexpr = VH // KH
     C: tl.constexpr = 2 * KH * KD + VH * VD
-    PARTS: tl.constexpr = ALL_V // BLOCK_V
+    SHARE: tl.constexpr = EACH if CONV else 1  # heads whose programs have one last program
+    PARTIES: tl.constexpr = SHARE * ALL_V // BLOCK_V
     offs_k, offs_v = tl.arange(0, BLOCK_K), part * BLOCK_V + tl.arange(0, BLOCK_V)
     mask_k, mask_v = offs_k < KD, offs_v < VD
     mask = mask_k[:, None] & mask_v[None, :]
@@ -79,9 +116,15 @@ def _delta_kernel(
     own, head = tl.load(slots_ptr + sequence), h * KD * VD + offs_k[:, None] * VD + offs_v[None, :]
     S = tl.load(state_ptr + own * VH * KD * VD + head, mask=mask, other=0.0).to(tl.float32)
     a_log, dt = tl.load(a_log_ptr + h).to(tl.float32), tl.load(dt_ptr + h).to(tl.float32)
+    k_head = h // EACH
+    c_q, c_k, c_v = k_head * KD + offs_k, (KH + k_head) * KD + offs_k, 2 * KH * KD + h * VD + offs_v
+    if CONV:
+        inputs = inputs_ptr + own * C * (W - 1)
+        q, tap_q = _past(inputs, taps_ptr, taps_bias_ptr, c_q, mask_k, TAPS_BIAS, W)
+        k, tap_k = _past(inputs, taps_ptr, taps_bias_ptr, c_k, mask_k, TAPS_BIAS, W)
+        v, tap_v = _past(inputs, taps_ptr, taps_bias_ptr, c_v, mask_v, TAPS_BIAS, W)
     if PDL:
         gdc_wait()
-    k_head = h // EACH
     if GROUPED:
         z_at = k_head * (2 * KD + 2 * EACH * VD) + 2 * KD + EACH * VD + h % EACH * VD
         b_at = 2 * KH * KD + 2 * VH * VD + k_head * 2 * EACH + h % EACH
@@ -89,16 +132,24 @@ def _delta_kernel(
     else:
         z_at, b_at = C + h * VD, C + VH * VD + h
         a_at = b_at + VH
-    at_q, at_v = k_head * KD + offs_k, 2 * KH * KD + h * VD + offs_v
-    token, mixed = x_ptr + sequence * ROWS * wide, mixed_ptr + sequence * ROWS * C
-    b, a, q, k, v = _row(token, mixed, b_at, a_at, at_q, KH * KD, at_v, mask_k, mask_v)
+    token, mixed = x_ptr + sequence * ROWS * wide, mixed_ptr
+    if CONV:
+        new_q = channels(token, c_q, mask_k, 0, C, KH, KD, VD, EACH, GROUPED).to(inputs_ptr.dtype.element_ty)
+        new_k = channels(token, c_k, mask_k, 0, C, KH, KD, VD, EACH, GROUPED).to(inputs_ptr.dtype.element_ty)
+        new_v = channels(token, c_v, mask_v, 0, C, KH, KD, VD, EACH, GROUPED).to(inputs_ptr.dtype.element_ty)
+        b, a = tl.load(token + b_at), tl.load(token + a_at)
+        q, k = silu(q + new_q.to(tl.float32) * tap_q), silu(k + new_k.to(tl.float32) * tap_k)
+        v = silu(v + new_v.to(tl.float32) * tap_v)
+    else:
+        mixed += sequence * ROWS * C
+        b, a, q, k, v = _row(token, mixed, b_at, a_at, c_q, KH * KD, c_v, mask_k, mask_v)
     for t in range(ROWS):
         row = sequence * ROWS + t
         beta, decay = 1.0 / (1.0 + tl.exp(-b.to(tl.float32))), tl.exp(-tl.exp(a_log) * softplus(a.to(tl.float32) + dt))
         if ROWS > 1:  # the next row's values are asked for before this one is computed
             step = tl.minimum(t + 1, ROWS - 1)
             b, a, next_q, next_k, next_v = _row(
-                token + step * wide, mixed + step * C, b_at, a_at, at_q, KH * KD, at_v, mask_k, mask_v
+                token + step * wide, mixed + step * C, b_at, a_at, c_q, KH * KD, c_v, mask_k, mask_v
             )  # fmt: skip
         q = q * tl.rsqrt(tl.sum(q * q, 0) + LENGTHS) * scale
         k = k * tl.rsqrt(tl.sum(k * k, 0) + LENGTHS)
@@ -108,7 +159,7 @@ def _delta_kernel(
         at = place(own, copies_ptr, sequence, t, ROWS) * VH * KD * VD
         tl.store(state_ptr + at + head, S.to(state_ptr.dtype.element_ty), mask=mask)
         y, out = tl.sum(S * q[:, None], 0), (row * VH + h) * VD + offs_v
-        if PARTS == 1:
+        if PARTIES == 1:
             z = tl.load(token + t * wide + z_at + offs_v, mask=mask_v, other=0.0).to(tl.float32)
             y = _norm(y, weight_ptr, bias_ptr, VD, eps, offs_v, mask_v, LAYER, WEIGHT, BIAS) * silu(z)
             tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=mask_v)
@@ -116,16 +167,23 @@ def _delta_kernel(
             tl.store(sums_ptr + out, y, mask=mask_v)
         if ROWS > 1:
             q, k, v = next_q, next_k, next_v
-    if PARTS > 1:
-        if not arrived_last(count_ptr + sequence * VH + h, PARTS):
+    if PARTIES > 1:
+        if not arrived_last(count_ptr + (sequence * VH + h) // SHARE, PARTIES):
+            if CONV:
+                _moved_on(inputs, new_v, c_v, mask_v, W, BLOCK_W)
             return
-        offs_v, t = tl.arange(0, ALL_V)[None, :], tl.arange(0, BLOCK_T)[:, None]
-        mask_v, row = (offs_v < VD) & (t < ROWS), sequence * ROWS + t
-        out = (row * VH + h) * VD + offs_v
-        z = tl.load(x_ptr + row * wide + z_at + offs_v, mask=mask_v, other=0.0).to(tl.float32)
-        y = tl.load(sums_ptr + out, mask=mask_v, other=0.0, cache_modifier=".cg")  # past the first-level cache
-        y = _norm(y, weight_ptr, bias_ptr, VD, eps, offs_v, mask_v, LAYER, WEIGHT, BIAS) * silu(z)
-        tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=mask_v)
+        i, all_v = tl.arange(0, BLOCK_T)[:, None], tl.arange(0, ALL_V)[None, :]
+        t, g = i // SHARE, i % SHARE
+        there, row = (all_v < VD) & (t < ROWS), sequence * ROWS + t
+        out = (row * VH + h // SHARE * SHARE + g) * VD + all_v
+        z = tl.load(x_ptr + row * wide + z_at + (g - h % SHARE) * VD + all_v, mask=there, other=0.0).to(tl.float32)
+        y = tl.load(sums_ptr + out, mask=there, other=0.0, cache_modifier=".cg")  # past the first-level cache
+        y = _norm(y, weight_ptr, bias_ptr, VD, eps, all_v, there, LAYER, WEIGHT, BIAS) * silu(z)
+        tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=there)
+    if CONV:
+        _moved_on(inputs, new_v, c_v, mask_v, W, BLOCK_W)
+        _moved_on(inputs, new_q, c_q, mask_k, W, BLOCK_W)
+        _moved_on(inputs, new_k, c_k, mask_k, W, BLOCK_W)
 
 
 @triton.jit
@@ -213,22 +271,26 @@ def normed(y: torch.Tensor, x: torch.Tensor, f: Mamba2) -> torch.Tensor:
 @register("triton/delta", op="delta", dtypes=(*FLOATS, torch.float32), rank=40, refuse=refuse)
 def delta(x: torch.Tensor, f: Delta, states: States, places: Steps, config: Config) -> torch.Tensor:
     """As `delta.step`."""
-    x, B, norm = x.contiguous(), x.shape[0], f.norm
-    mixed = torch.empty(B, f.weight.shape[0], dtype=torch.float32, device=x.device)
-    grouped = (f.k_heads, f.k_dim, f.v_dim, f.v_heads // f.k_heads)
-    convolved(x, f.weight, f.bias, states, places, mixed, Conv(GROUPED if f.grouped else PLAIN, 0, grouped))
+    x, B, norm, (C, W), each = x.contiguous(), x.shape[0], f.norm, f.weight.shape, f.v_heads // f.k_heads
     y, (slots, copies, rows) = x.new_empty(B, f.v_heads * f.v_dim), parted(x, places)
+    conv = W > 1 and rows == 1 and B <= CONVOLVED
+    mixed = torch.empty(0 if conv else B, C, dtype=torch.float32, device=x.device)
+    if not conv:
+        mode = GROUPED if f.grouped else PLAIN
+        convolved(x, f.weight, f.bias, states, places, mixed, Conv(mode, 0, (f.k_heads, f.k_dim, f.v_dim, each)))
     BLOCK_K, ALL_V = triton.next_power_of_2(f.k_dim), triton.next_power_of_2(f.v_dim)
     BLOCK_V = min(ALL_V, COLUMNS)
-    sequences, parts = B // rows, ALL_V // BLOCK_V
-    sums = torch.empty(B * f.v_heads * f.v_dim if parts > 1 else 0, dtype=torch.float32, device=x.device)
-    count = counters(sequences * f.v_heads, x.device) if parts > 1 else sums
+    sequences, parts, share = B // rows, ALL_V // BLOCK_V, each if conv else 1
+    several = parts * share > 1
+    sums = torch.empty(B * f.v_heads * f.v_dim if several else 0, dtype=torch.float32, device=x.device)
+    count = counters(sequences * f.v_heads, x.device) if several else sums
     _delta_kernel[(sequences, f.v_heads, parts)](
-        x, mixed, f.a_log, f.dt_bias, norm.weight, norm.bias, states["S"], slots, copies, sums, count, y, x.shape[1],
-        f.k_dim**-0.5, norm.eps,
+        x, mixed, f.weight, f.bias, states["conv"], f.a_log, f.dt_bias, norm.weight, norm.bias, states["S"], slots, copies,
+        sums, count, y, x.shape[1], f.k_dim**-0.5, norm.eps,
         KH=f.k_heads, VH=f.v_heads, KD=f.k_dim, VD=f.v_dim, GROUPED=f.grouped, LAYER=norm.kind == "layer",
-        WEIGHT=norm.weight is not None, BIAS=norm.bias is not None, ROWS=rows, BLOCK_K=BLOCK_K, BLOCK_V=BLOCK_V, ALL_V=ALL_V,
-        BLOCK_T=triton.next_power_of_2(rows), num_warps=min(16, max(1, BLOCK_K * BLOCK_V // 1024)), **pdl(x),
+        WEIGHT=norm.weight is not None, BIAS=norm.bias is not None, CONV=conv, W=W, TAPS_BIAS=f.bias is not None, ROWS=rows,
+        BLOCK_K=BLOCK_K, BLOCK_V=BLOCK_V, ALL_V=ALL_V, BLOCK_W=triton.next_power_of_2(max(W - 1, 1)),
+        BLOCK_T=triton.next_power_of_2(rows * share), num_warps=min(16, max(1, BLOCK_K * BLOCK_V // 1024)), **pdl(x),
     )  # fmt: skip
     return y
 
