@@ -102,7 +102,10 @@ def _delta_kernel(
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ALL_V: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
     PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
-    """CONV: with the convolution of one row. All programs of a key head read its inputs, so the last of them moves these on."""
+    """CONV: with the convolution of one row. All programs of a key head read its inputs, so the last of them moves these on.
+
+    The state is written after the arrival, whose release would wait until these 16 KiB are in memory.
+    """
     sequence, h, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     EACH: tl.constexpr = VH // KH
     C: tl.constexpr = 2 * KH * KD + VH * VD
@@ -114,7 +117,8 @@ def _delta_kernel(
     if TRIGGER:
         gdc_launch_dependents()
     own, head = tl.load(slots_ptr + sequence), h * KD * VD + offs_k[:, None] * VD + offs_v[None, :]
-    S = tl.load(state_ptr + own * VH * KD * VD + head, mask=mask, other=0.0).to(tl.float32)
+    held = state_ptr + own * VH * KD * VD + head
+    S = tl.load(held, mask=mask, other=0.0).to(tl.float32)
     a_log, dt = tl.load(a_log_ptr + h).to(tl.float32), tl.load(dt_ptr + h).to(tl.float32)
     k_head = h // EACH
     c_q, c_k, c_v = k_head * KD + offs_k, (KH + k_head) * KD + offs_k, 2 * KH * KD + h * VD + offs_v
@@ -156,8 +160,9 @@ def _delta_kernel(
         S = S * decay
         written = (v - tl.sum(S * k[:, None], 0)) * beta
         S = S + k[:, None] * written[None, :]
-        at = place(own, copies_ptr, sequence, t, ROWS) * VH * KD * VD
-        tl.store(state_ptr + at + head, S.to(state_ptr.dtype.element_ty), mask=mask)
+        if ROWS > 1:
+            at = place(own, copies_ptr, sequence, t, ROWS) * VH * KD * VD
+            tl.store(state_ptr + at + head, S.to(state_ptr.dtype.element_ty), mask=mask & (t < ROWS - 1))
         y, out = tl.sum(S * q[:, None], 0), (row * VH + h) * VD + offs_v
         if PARTIES == 1:
             z = tl.load(token + t * wide + z_at + offs_v, mask=mask_v, other=0.0).to(tl.float32)
@@ -169,6 +174,7 @@ def _delta_kernel(
             q, k, v = next_q, next_k, next_v
     if PARTIES > 1:
         if not arrived_last(count_ptr + (sequence * VH + h) // SHARE, PARTIES):
+            tl.store(held, S.to(state_ptr.dtype.element_ty), mask=mask)
             if CONV:
                 _moved_on(inputs, new_v, c_v, mask_v, W, BLOCK_W)
             return
@@ -180,6 +186,7 @@ def _delta_kernel(
         y = tl.load(sums_ptr + out, mask=there, other=0.0, cache_modifier=".cg")  # past the first-level cache
         y = _norm(y, weight_ptr, bias_ptr, VD, eps, all_v, there, LAYER, WEIGHT, BIAS) * silu(z)
         tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=there)
+    tl.store(held, S.to(state_ptr.dtype.element_ty), mask=mask)
     if CONV:
         _moved_on(inputs, new_v, c_v, mask_v, W, BLOCK_W)
         _moved_on(inputs, new_q, c_q, mask_k, W, BLOCK_W)
