@@ -122,11 +122,12 @@ def _inputs(held, x_ptr, t, c, mask, wide, first, C, k_heads, k_dim, v_dim, each
 @triton.jit
 def _conv_rows_kernel(
     x_ptr, weight_ptr, bias_ptr, state_ptr, slots_ptr, copies_ptr, y_ptr, wide, first, C, k_heads, k_dim, v_dim, each,
-    end_x, end_b, by_x, by_b, by_c,
-    MODE: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    end_x, end_b, by_x, by_b, by_c, scale,
+    MODE: tl.constexpr, W: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
     BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
-    """As `_conv_kernel`, tensors of (rows, channels, inputs)."""
+    """As `_conv_kernel`, tensors of (rows, channels, inputs). HEADS: a block is a head; queries and keys get length 1."""
     sequence, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     t, w = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_W)
     if TRIGGER:
@@ -161,6 +162,10 @@ def _conv_rows_kernel(
         acc += tl.load(bias_ptr + these, mask=these < C, other=0.0).to(tl.float32)
     token = x_ptr + rows.to(tl.int64) * wide + C + these
     acc = acc * tl.load(token, mask=mask, other=0.0).to(tl.float32) if MODE == 2 else silu(acc)
+    if HEADS:
+        unit = tl.program_id(1)
+        to_length = tl.rsqrt(tl.sum(acc * acc, 1) + LENGTHS) * tl.where(unit < k_heads, scale, 1.0)
+        acc = acc * tl.where(unit < 2 * k_heads, to_length, 1.0)[:, None]
     tl.store(y_ptr + (sequence * ROWS + rows) * C + these, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
@@ -246,7 +251,7 @@ class Conv:
     grouped: tuple[int, int, int, int] = (1, 1, 1, 1)  # k_heads, k_dim, v_dim, v heads of a key head
     ends: tuple[int, int] = (0, 0)
     by: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    scale: float = 0.0  # factor of queries, which have length 1; 0: the mixer has no heads
+    scale: float = 0.0  # of runs and rows: factor of queries, which have length 1; 0: lengths stay as they are
 
 
 def parted(x: torch.Tensor, places: torch.Tensor | Rows) -> tuple[torch.Tensor, torch.Tensor | None, int]:
@@ -261,7 +266,8 @@ def convolved(
     """A token of each sequence, or rows of one: x (M, N) -> y (M, C)."""
     (C, W), (slots, copies, rows) = weight.shape, parted(x, places)
     BLOCK_T = triton.next_power_of_2(rows)
-    BLOCK = min(max(32, CHANNELS // BLOCK_T), triton.next_power_of_2(C))
+    heads = how.scale != 0.0
+    BLOCK = how.grouped[1] if heads else min(max(32, CHANNELS // BLOCK_T), triton.next_power_of_2(C))
     facts = {"MODE": how.mode, "W": W, "BIAS": bias is not None, "SCALED": how.by != (1.0, 1.0, 1.0), "BLOCK": BLOCK}
     facts |= {"BLOCK_W": triton.next_power_of_2(max(W - 1, 1)), "num_warps": 4, **pdl(x)}
     grid, sizes = (x.shape[0] // rows, triton.cdiv(C, BLOCK)), (x.shape[1], how.first, C, *how.grouped, *how.ends, *how.by)
@@ -269,7 +275,8 @@ def convolved(
         _conv_kernel[grid](x, weight, bias, states["conv"], slots, y, *sizes, **facts)
     else:
         _conv_rows_kernel[grid](
-            x, weight, bias, states["conv"], slots, copies, y, *sizes, ROWS=rows, BLOCK_T=BLOCK_T, **facts
+            x, weight, bias, states["conv"], slots, copies, y, *sizes, how.scale, HEADS=heads, ROWS=rows, BLOCK_T=BLOCK_T,
+            **facts,
         )  # fmt: skip
 
 

@@ -98,9 +98,9 @@ def _delta_kernel(
     x_ptr, mixed_ptr, taps_ptr, taps_bias_ptr, inputs_ptr, a_log_ptr, dt_ptr, weight_ptr, bias_ptr, state_ptr, slots_ptr,
     copies_ptr, sums_ptr, count_ptr, y_ptr, wide, scale, eps,
     KH: tl.constexpr, VH: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, GROUPED: tl.constexpr, LAYER: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, CONV: tl.constexpr, W: tl.constexpr, TAPS_BIAS: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ALL_V: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr,
-    PDL: tl.constexpr, TRIGGER: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, CONV: tl.constexpr, W: tl.constexpr, TAPS_BIAS: tl.constexpr,
+    LENGTHEN: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ALL_V: tl.constexpr,
+    BLOCK_W: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
     """CONV: with the convolution of one row. All programs of a key head read its inputs, so the last of them moves these on.
 
@@ -155,8 +155,9 @@ def _delta_kernel(
             b, a, next_q, next_k, next_v = _row(
                 token + step * wide, mixed + step * C, b_at, a_at, c_q, KH * KD, c_v, mask_k, mask_v
             )  # fmt: skip
-        q = q * tl.rsqrt(tl.sum(q * q, 0) + LENGTHS) * scale
-        k = k * tl.rsqrt(tl.sum(k * k, 0) + LENGTHS)
+        if LENGTHEN:
+            q = q * tl.rsqrt(tl.sum(q * q, 0) + LENGTHS) * scale
+            k = k * tl.rsqrt(tl.sum(k * k, 0) + LENGTHS)
         S = S * decay
         written = (v - tl.sum(S * k[:, None], 0)) * beta
         S = S + k[:, None] * written[None, :]
@@ -280,11 +281,15 @@ def delta(x: torch.Tensor, f: Delta, states: States, places: Steps, config: Conf
     """As `delta.step`."""
     x, B, norm, (C, W), each = x.contiguous(), x.shape[0], f.norm, f.weight.shape, f.v_heads // f.k_heads
     y, (slots, copies, rows) = x.new_empty(B, f.v_heads * f.v_dim), parted(x, places)
-    conv = W > 1 and rows == 1 and B <= CONVOLVED
+    conv, scale = W > 1 and rows == 1 and B <= CONVOLVED, f.k_dim**-0.5
+    lengthen = rows == 1 or f.k_dim != triton.next_power_of_2(f.k_dim)  # else the convolution's programs are heads
     mixed = torch.empty(0 if conv else B, C, dtype=torch.float32, device=x.device)
     if not conv:
         mode = GROUPED if f.grouped else PLAIN
-        convolved(x, f.weight, f.bias, states, places, mixed, Conv(mode, 0, (f.k_heads, f.k_dim, f.v_dim, each)))
+        convolved(
+            x, f.weight, f.bias, states, places, mixed,
+            Conv(mode, 0, (f.k_heads, f.k_dim, f.v_dim, each), scale=0.0 if lengthen else scale),
+        )  # fmt: skip
     BLOCK_K, ALL_V = triton.next_power_of_2(f.k_dim), triton.next_power_of_2(f.v_dim)
     BLOCK_V = min(ALL_V, COLUMNS)
     sequences, parts, share = B // rows, ALL_V // BLOCK_V, each if conv else 1
@@ -293,11 +298,12 @@ def delta(x: torch.Tensor, f: Delta, states: States, places: Steps, config: Conf
     count = counters(sequences * f.v_heads, x.device) if several else sums
     _delta_kernel[(sequences, f.v_heads, parts)](
         x, mixed, f.weight, f.bias, states["conv"], f.a_log, f.dt_bias, norm.weight, norm.bias, states["S"], slots, copies,
-        sums, count, y, x.shape[1], f.k_dim**-0.5, norm.eps,
+        sums, count, y, x.shape[1], scale, norm.eps,
         KH=f.k_heads, VH=f.v_heads, KD=f.k_dim, VD=f.v_dim, GROUPED=f.grouped, LAYER=norm.kind == "layer",
-        WEIGHT=norm.weight is not None, BIAS=norm.bias is not None, CONV=conv, W=W, TAPS_BIAS=f.bias is not None, ROWS=rows,
-        BLOCK_K=BLOCK_K, BLOCK_V=BLOCK_V, ALL_V=ALL_V, BLOCK_W=triton.next_power_of_2(max(W - 1, 1)),
-        BLOCK_T=triton.next_power_of_2(rows * share), num_warps=min(16, max(1, BLOCK_K * BLOCK_V // 1024)), **pdl(x),
+        WEIGHT=norm.weight is not None, BIAS=norm.bias is not None, CONV=conv, W=W, TAPS_BIAS=f.bias is not None,
+        LENGTHEN=lengthen, ROWS=rows, BLOCK_K=BLOCK_K, BLOCK_V=BLOCK_V, ALL_V=ALL_V,
+        BLOCK_W=triton.next_power_of_2(max(W - 1, 1)), BLOCK_T=triton.next_power_of_2(rows * share),
+        num_warps=min(16, max(1, BLOCK_K * BLOCK_V // 1024)), **pdl(x),
     )  # fmt: skip
     return y
 
