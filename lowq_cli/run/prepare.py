@@ -138,7 +138,8 @@ def prepare(
                 "read, or the method is calibrated); name one device"
             )
         written = _bytes_in(folder, plan)
-        budget = make_budget(plan, folder, devices[0], len(workers), written, source.held_bytes, timed=not headers_only)
+        timed = budgeted or not headers_only
+        budget = make_budget(plan, folder, devices[0], len(workers), written, source.held_bytes, timed)
         yield Prepared(
             plan,
             folder,

@@ -205,3 +205,4 @@ def test_the_plan_says_what_training_would_take(family_checkpoints, small, tmp_p
         assert done.exit_code == 0, done.output
         found = re.search(r"--method distill loses less in as many bits: it trains all layers together, about \d", done.output)
         assert bool(found) == said
+        assert bool(re.search(r"by gptq.* on cpu, about \d.*\(within 2x\)", done.output)) == (not said)
