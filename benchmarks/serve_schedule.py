@@ -5,9 +5,8 @@
 A pass takes what results/h200/serve_8b.json has of it with an empty cache, and what passes under load in the same file took
 beyond that: so much a slot that steps attend to, a pass with prompt tokens, and each of them (`fit`). The users are those of
 serve_own.py: each sends its next request when its answer has ended. --loads: users of serve_load.LOADS, on an H100 (`h100`).
---clock, --one-server: other clocks, and the loads one after another. --set: other numbers for those of serving/token_budget.py,
-serving/prompt_rate.py and EARLY_S; EARLY_S=inf launches each pass as soon as the one before
-the last was read. Writes results/serve_schedule.json.
+--clock, --one-server: other clocks, and the loads one after another. --set: other numbers for those of serving/token_budget.py
+and EARLY_S; EARLY_S=inf launches each pass as soon as the one before the last was read. Writes results/serve_schedule.json.
 """
 
 import argparse
@@ -26,7 +25,7 @@ import torch
 from serve_load import LOADS, SEED, Answered, User, percentiles, plain, requests, users_of
 
 from lowq_cli.engine.state import BLOCK
-from lowq_cli.serving import continuous, prompt_rate, token_budget
+from lowq_cli.serving import continuous, token_budget
 from lowq_cli.serving.cache_groups import Group
 from lowq_cli.serving.cache_manager import CacheManager
 from lowq_cli.serving.continuous import MOST, ContinuousEngine
@@ -118,6 +117,9 @@ SLOT_H200, TOKEN_H200 = 40e-9, 2.6e-6
 # What h200/http_loads_lowq.json has beyond that, in whose server LoRA adapters are loaded: seconds of a pass (one user's step:
 # 2.03 instead of 1.60 ms), of a prompt's token, and from the client to the engine and back (82 instead of 75 ms together).
 PASS_HTTP, TOKEN_HTTP, CLIENT_HTTP = 0.43e-3, 2e-6, 2e-3
+# The same of h200/http_loads_fp8.json, whose server has no adapters and prompts' activations in e4m3: passes of 1,024 rows and
+# more take 0.84 of their seconds in 16 bits, smaller ones from FEWEST_FP8 rows on up to 0.93; 4 ms to the client and back.
+FP8, FEWEST_FP8, SLOT_FP8, TOKEN_FP8, PAIR_FP8, CLIENT_FP8 = 0.84, 97, 32e-9, 1e-6, 1e-9, 4e-3
 
 
 def loaded(measured: Row, slot: float, token: float, more: float = 0.0) -> Clock:
@@ -131,6 +133,11 @@ def clock_of(name: str) -> Clock:
     if name == "h100":
         return loaded(json.loads((RESULTS / "h100" / "serve_8b.json").read_text()), SLOT, TOKEN)
     measured = json.loads((RESULTS / "h200" / "serve_loads.json").read_text())
+    if name == "fp8":
+        clock = loaded(measured, SLOT_FP8, TOKEN_FP8)
+        shares = {M: FP8 + 0.1 * max(0, 1024 - M) / 1024 for _, M in clock.empty}
+        empty = {(b, M): s * (1.0 if b or M < FEWEST_FP8 else shares[M]) for (b, M), s in clock.empty.items()}
+        return Clock(empty, SLOT_FP8, 0.0, TOKEN_FP8, PAIR_FP8)
     http = name == "http"
     return loaded(measured, SLOT_H200, TOKEN_H200 + http * TOKEN_HTTP, http * PASS_HTTP)
 
@@ -245,7 +252,7 @@ class Simulation:
 def change(settings: list[str]) -> None:
     """Numbers of serving/token_budget.py and serving/continuous.py, as NAME=VALUE."""
     for name, value in (s.split("=") for s in settings):
-        where = next(m for m in (token_budget, prompt_rate, continuous) if hasattr(m, name))
+        where = next(m for m in (token_budget, continuous) if hasattr(m, name))
         setattr(where, name, float(value))
 
 
@@ -254,7 +261,7 @@ def main() -> None:
     ask.add_argument("--users", default="1,16,64,128")
     ask.add_argument("--loads", default=",".join(LOADS))
     ask.add_argument("--prefer", default=token_budget.PREFER[0], choices=token_budget.PREFER)
-    ask.add_argument("--clock", default="h100", choices=("h100", "h200", "http"))
+    ask.add_argument("--clock", default="h100", choices=("h100", "h200", "http", "fp8"))
     ask.add_argument("--one-server", action="store_true", help="each load meets the TokenBudget that the one before has left")
     ask.add_argument("--seed", type=int, default=SEED)
     ask.add_argument("--gap", type=float, default=0.0, help="ms between the users' first requests")
@@ -265,7 +272,8 @@ def main() -> None:
     measured = json.loads((RESULTS / "h200" / "serve_8b.json").read_text())
     clock, fitted = fit(measured, measured_clock(measured))
     found: Row = {"date": datetime.now(UTC).isoformat("T", "seconds"), "of": "h200/serve_8b.json"}
-    found |= {name: getattr(token_budget, name) for name in ("SLACK", "SPREAD", "PACE", "ADVANCE", "LONGEST_S", "PAUSE_S")}
+    names = ("SLACK", "SHORT", "CROWDED", "PACE", "READ", "HURRY", "HURRIED", "ADVANCE", "LONGEST_S", "PAUSE_S")
+    found |= {name: getattr(token_budget, name) for name in names}
     found["prefer"] = args.prefer
     found |= {"EARLY_S": continuous.EARLY_S, "fitted": fitted}
     found |= {"slot_ns": 1e9 * clock.slot, "mixed_ms": 1e3 * clock.mixed, "token_us": 1e6 * clock.token}
@@ -274,7 +282,7 @@ def main() -> None:
         for n in map(int, filter(None, args.users.split(",")))
     }
     last: Simulation | None = None
-    client = CLIENT_HTTP if args.clock == "http" else CLIENT_S
+    client = {"http": CLIENT_HTTP, "fp8": CLIENT_FP8}.get(args.clock, CLIENT_S)
     for name in filter(None, args.loads.split(",")):
         users = users_of(LOADS[name], V, args.seed)
         trial = Simulation(clock_of(args.clock), users, args.gap / 1e3, args.prefer, client, last)

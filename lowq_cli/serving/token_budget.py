@@ -1,25 +1,28 @@
 """Measured times of passes, and how many prompt tokens a pass may take so that no stream stalls and no prompt starves.
 
-Most passes with prompt tokens take at most `length` seconds: SLACK times a step while prompts are prefilled as fast as they
-come. While prompt tokens are left over after each pass, `length` grows, up to SPREAD times the usual wait for a token: then
-every token comes a little later, but none much later than the rest. A few passes may take longer, up to LONGEST_S:
-a burst of prompts is prefilled in large passes, most of them without a step, so that a running sequence waits once for several.
-Where first tokens are preferred, all passes may take that long; where smooth streams are, passes take as many prompt tokens as
-come (`PromptRate`). `benchmarks/serve_schedule.py` simulates such settings with measured times.
+Most passes with prompt tokens take at most SLACK times a wait for a token that all but SHORT of the waits exceed, or SLACK
+steps if that is longer. So where prompts need longer passes than steps allow, more than half of the tokens come with a piece of
+a prompt: each a little later, and none much later than the rest. While several prompts wait, passes are longer, up to SLACK
+times a wait that all but CROWDED exceed. A few may take up to LONGEST_S: a burst of prompts is prefilled in large passes, most
+of them without a step, so that a running sequence waits once for several. Where first tokens are preferred, all passes may take
+that long; where smooth streams are, none is longer because several prompts wait. `benchmarks/serve_schedule.py` simulates this.
 """
 
 from collections.abc import Sequence
 
-from lowq_cli.serving.prompt_rate import PromptRate
-
 # Both; or even streams, with no token much later than others; or the earliest possible first tokens.
 PREFER = ("balanced", "smooth", "first-token")
-# Lower bound of `length`, in times a step. With 2.75 the p99 time between tokens is over 3 times the median; with 2.4 first
-# tokens come later than vLLM's (benchmarks/notes/serving.md).
+# Seconds of a pass with prompt tokens, in steps or waits for a token. With 2.75 the p99 time between tokens is over 3 times the
+# median; with 2.4 first tokens come later than vLLM's (benchmarks/notes/serving.md).
 SLACK = 2.6
-SPREAD = 2.6  # upper bound of a pass, in times the usual wait for a token; with 2.8 the p99 is over 3 times the median
-SMOOTH_SPREAD = 3.0  # the same where smooth streams are preferred, whose usual wait is that for a pass with prompt tokens
-PACE = 0.02  # max. relative growth of `length`, and change of `usual`, in a pass; `length` shrinks by half of that
+# Fraction of the waits that are shorter than `usual`. From 0.5 on, the median wait would be that for a plain step. Simulated
+# documents for 16 users: at 0.45 the p99 is up to 7 times the median, at 0.35 first tokens come a tenth later.
+SHORT = 0.4
+CROWDED = 0.45  # the same for `crowded`; at 0.5 the p99 is up to 4 times the median where passes of SLACK steps nearly suffice
+PACE = 0.02  # relative change of both in a pass: this fraction of it upwards, the rest downwards
+READ = 4  # passes that the waiting tokens need where several prompts wait: for 16 users, one of 3,000 tokens needs about 5
+HURRY = 12  # the same where `usual` and `crowded` begin to change faster than PACE
+HURRIED = 4.0  # max. factor of PACE; with 1, 64 documents that come at once have their first tokens three times as late
 ADVANCE = 0.6  # tokens of a sequence that may come after a longer wait: 1 in 200 tokens of an answer of 120
 LONGEST_S = 0.1  # max. seconds of a pass: an 8B on an H200 prefills 4,096 tokens in 0.08 s
 PAUSE_S = 0.4  # max. seconds that a sequence waits for a token while a burst of prompts is prefilled
@@ -37,9 +40,9 @@ class TokenBudget:
         known: the fewest measured seconds of each size: those with little in the cache.
         extra: seconds that passes of any size now take in addition: attention over the running sequences.
         riding: seconds that passes with prompt tokens take in addition to both.
-        length: seconds that a pass with prompt tokens may take now. Not in steps, whose measured time is uncertain while every
-            pass has prompt tokens: at 1.2 times the known seconds of large passes, 64 users' first tokens came twice as late.
-        usual: running median of the seconds that a sequence waits for a token.
+        length: seconds that a pass with prompt tokens may take now.
+        usual, crowded: running quantiles of the seconds that a sequence waits for a token, which bound passes while one prompt
+            waits and while several do; those of a step after the server was idle.
         late: tokens of the running sequences that came after one of the longer passes.
         unmet, busy: sizes measured at the start but not used since, and the factor to multiply their seconds by.
     """
@@ -48,8 +51,8 @@ class TokenBudget:
         self.totals, self.prefer = totals, prefer
         self.known: dict[tuple[int, int, bool], float] = {}
         self.extra = self.riding = self.late = self._paused = 0.0
-        self.length, self._share, self._rate = 0.0, 1.0, PromptRate()
-        self._stepped, self._left, self._running, self._texts = False, False, 0, 0
+        self.length, self._passes, self._hurry = 0.0, 0.0, 1.0
+        self._stepped, self._running = False, 0
         self.begin()
 
     def begin(self) -> None:
@@ -59,7 +62,7 @@ class TokenBudget:
         4,549 instead of 5,081 tokens/s, because passes were launched late and prompts prefilled in small pieces.
         """
         self.unmet, self.busy = set(self.known), 1.0
-        self.usual = self._waited = 0.0
+        self.usual = self.crowded = self._waited = 0.0
 
     def note(self, steps: int, rows: int, seconds: float, adapted: bool = False) -> None:
         """Record the seconds of a pass of `rows` rows, of which `steps` step."""
@@ -74,14 +77,17 @@ class TokenBudget:
         more, mixed = seconds - least, 0 < steps < rows
         if mixed and self._stepped:  # the last pass was a plain step, so `extra` is current: the rest is due to the prompts
             self.riding = max(0.0, self.riding + NEWEST * (more - self.extra - self.riding))
-        if mixed and self.prefer == "smooth":  # also where no plain step comes between: a former load's must not stay
+        if mixed:  # also where no plain step comes between: what a former load's prompts took must not stay
             self.riding = min(self.riding, max(0.0, more))
         self._stepped = steps == rows
         self.extra = max(0.0, self.extra + NEWEST * (more - mixed * self.riding - self.extra))
         self._waited += seconds
         if steps:
-            self.usual = self.usual or self._waited
-            self.usual *= 1 + PACE * self._share * (1 if self._waited > self.usual else -1)
+            first = self.seconds(steps, steps, adapted) or self._waited
+            quantiles = (self.usual or first, SHORT), (self.crowded or first, CROWDED)
+            self.usual, self.crowded = (
+                wait * (1 + PACE * self._hurry * (q if self._waited > wait else q - 1)) for wait, q in quantiles
+            )
             self._waited = 0.0
 
     def stepped(self, running: int) -> None:
@@ -91,11 +97,7 @@ class TokenBudget:
         if running < self._running:
             self.late *= running / self._running
         self._running = running
-        if running:
-            self._share = (running / max(running, self._texts)) ** 2  # small in a burst, when few run: not the usual load
-            self.length *= 1 + PACE * self._share * (1 if self._left else -0.5)
-            self._rate.stepped(running, self._share)
-        self._texts, self._left = 0, False
+        self._hurry, self._passes = min(HURRIED, max(1.0, self._passes / HURRY)), 0.0
 
     def seconds(self, steps: int, rows: int, adapted: bool = False) -> float:
         """Return the seconds of a pass; an unknown size is scaled from the nearest known one; `extra` if none is known."""
@@ -116,20 +118,18 @@ class TokenBudget:
         """Return how many of `waiting` prompt tokens the next pass takes, with `riding` rows for `running` sequences that step.
 
         step: rows of a step once all waiting sequences run. texts: all open sequences. adapted: whether some row of the pass
-        has an adapter. The pass takes as many tokens as fit into `length`, at least SLACK times such a step. It takes at least
-        those that the smallest pass has room for, as many as the largest pass has room for where no sequence runs, and more
-        where a long pass is due.
+        has an adapter. The pass takes as many tokens as fit into `length`. It takes at least those that the smallest pass has
+        room for, as many as the largest pass has room for where no sequence runs, and more where a long pass is due.
         """
         if not running:
-            self._rate.taken += min(self.totals[-1] - riding, waiting)
+            if not self._paused:  # the server was idle
+                self.usual = self.crowded = self.seconds(step, step, adapted)
             return min(self.totals[-1] - riding, waiting)
-        room, longer = self._rooms(step, riding, running, waiting, adapted)
-        self._texts, self._left = texts, waiting > room
+        room, longer = self._rooms(step, riding, waiting, adapted)
         if waiting > room and (self._paused or self.late + running <= ADVANCE * texts):
             self.late += running * (longer > room and not self._paused)
             room = longer
         self._paused = 0.0
-        self._rate.taken += min(room, waiting)
         return min(room, waiting)
 
     def pauses(self, step: int, riding: int, waiting: int, running: int, texts: int, adapted: bool = False) -> bool:
@@ -138,7 +138,7 @@ class TokenBudget:
         This is so where a longer pass is due and prompt tokens would be left over after it, for up to PAUSE_S: running
         sequences then wait once for several passes.
         """
-        room, longer = self._rooms(step, riding, running, waiting, adapted)
+        room, longer = self._rooms(step, riding, waiting, adapted)
         due = self._paused or self.late + running <= ADVANCE * texts
         seconds = self.seconds(0, next((t for t in self.totals if t >= waiting), self.totals[-1]), adapted)
         until = self._paused + seconds + self.seconds(step, step, adapted)
@@ -148,19 +148,17 @@ class TokenBudget:
         self._paused += seconds
         return True
 
-    def _rooms(self, step: int, riding: int, running: int, waiting: int, adapted: bool) -> tuple[int, int]:
+    def _rooms(self, step: int, riding: int, waiting: int, adapted: bool) -> tuple[int, int]:
         """Return the prompt tokens that a usual pass, and a longer one, have room for in addition to `riding` rows."""
         least = SLACK * self.seconds(step, step, adapted)  # 0: no time of a step is known
-        usual = self.usual or LONGEST_S
-        if self.prefer == "first-token":
-            grown = LONGEST_S
-        elif self.prefer == "smooth":
-            rows = riding + self._rate.tokens(running, waiting)
-            even = self.seconds(riding, next((t for t in self.totals if t >= rows), self.totals[-1]), adapted)
-            grown = min(even, LONGEST_S, SMOOTH_SPREAD * usual)
-        else:
-            grown = min(self.length, LONGEST_S, SPREAD * usual)
-        self.length = max(least, grown) if least else 0.0
+        usual, crowded = SLACK * (self.usual or LONGEST_S), SLACK * (self.crowded or LONGEST_S)
+        self._passes = waiting / self._room(riding, max(least, usual), adapted)
+        grown = {
+            "balanced": min(max(1.0, self._passes / READ) * usual, crowded),
+            "smooth": usual,
+            "first-token": LONGEST_S,
+        }[self.prefer]
+        self.length = max(least, min(grown, LONGEST_S)) if least else 0.0
         return self._room(riding, self.length, adapted), self._room(riding, max(self.length, LONGEST_S), adapted)
 
     def _room(self, riding: int, seconds: float, adapted: bool) -> int:

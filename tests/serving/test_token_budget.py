@@ -159,9 +159,9 @@ def test_prefer_smooth_spreads_prompts_over_all_passes():
     assert len(engine.scheduler.waiting) + len(engine.scheduler.reading) <= 3
 
 
-def test_smooth_forgets_what_the_passes_of_a_former_load_took():
+def test_what_the_passes_of_a_former_load_took_is_forgotten():
     """Also where no plain step comes between passes with prompt tokens; their pieces would stay small."""
-    budget = TokenBudget((256, 4096), "smooth")
+    budget = TokenBudget((256, 4096))
     for steps, rows in ((16, 16), (16, 256), (16, 4096)):
         budget.note(steps, rows, seconds(rows))
     for _ in range(20):
@@ -170,6 +170,60 @@ def test_smooth_forgets_what_the_passes_of_a_former_load_took():
     assert budget.seconds(16, 256) > seconds(256) + 0.01
     budget.note(16, 256, seconds(256))
     assert budget.seconds(16, 256) < seconds(256) + 0.001
+
+
+def known(prefer=PREFER[0]):
+    """A TokenBudget that knows all passes, in which no long pass is due."""
+    budget = TokenBudget(TOTALS, prefer)
+    for steps, rows in ((ROWS, ROWS), *((ROWS, rows) for rows in TOTALS)):
+        budget.note(steps, rows, seconds(rows))
+    budget.begin()
+    budget.late = 1000.0
+    return budget
+
+
+@pytest.mark.parametrize(("prefer", "longest"), [("balanced", 0.01), ("smooth", 0.008)])
+def test_passes_are_longer_while_several_prompts_wait(prefer, longest):
+    budget, lengths = known(prefer), []
+    budget.usual, budget.crowded = 0.008, 0.01
+    for waiting in (3000, 60_000):
+        budget.prompt_tokens(ROWS, ROWS, waiting, ROWS, ROWS)
+        lengths.append(budget.length)
+    assert lengths == pytest.approx([SLACK * 0.008, SLACK * longest])
+
+
+@pytest.mark.parametrize("every", [0.08, 0.11, 0.12, 0.13, 0.15, 0.2])
+def test_no_token_comes_much_later_than_the_median_however_often_prompts_come(every):
+    """From more than passes of SLACK steps carry to few: the bound must not change which wait is the median."""
+    assert latencies(steady(3000, every))[1] < 3
+
+
+def test_passes_reach_the_length_that_a_burst_needs_within_the_burst():
+    """120,000 tokens wait: `usual` is three times as long after 50 passes, with 3,000 waiting after more than 100."""
+    passes = {}
+    for waiting in (3000, 120_000):
+        budget = known()
+        budget.usual = budget.crowded = 0.005
+        for n in range(400):
+            budget.prompt_tokens(ROWS, ROWS, waiting, ROWS, ROWS)
+            budget.stepped(ROWS)
+            budget.note(ROWS, 2048, seconds(2048))
+            if budget.usual > 0.015:
+                passes[waiting] = n
+                break
+    assert passes[120_000] < 50 < 100 < passes[3000]
+
+
+def test_a_server_that_was_idle_begins_with_the_wait_for_a_step():
+    """Documents leave a wait of several steps; once their users have left, new requests would wait for passes as long."""
+    engine = steady(3000, 0.085, turns=600)
+    budget, scheduler = engine.runner.token_budget, engine.scheduler
+    busy = budget.usual
+    for text in [*scheduler.active, *scheduler.waiting]:
+        scheduler.end(text)
+    engine.add(100, 3)
+    engine.turn()
+    assert budget.usual < 1.2 * budget.seconds(ROWS, ROWS) < busy
 
 
 def test_texts_wait_once_while_a_burst_is_read():
