@@ -117,8 +117,8 @@ SLOT_H200, TOKEN_H200 = 40e-9, 2.6e-6
 # What h200/http_loads_lowq.json has beyond that, in whose server LoRA adapters are loaded: seconds of a pass (one user's step:
 # 2.03 instead of 1.60 ms), of a prompt's token, and from the client to the engine and back (82 instead of 75 ms together).
 PASS_HTTP, TOKEN_HTTP, CLIENT_HTTP = 0.43e-3, 2e-6, 2e-3
-# The same of h200/http_loads_fp8.json, whose server has no adapters and prompts' activations in e4m3: passes of 1,024 rows and
-# more take 0.84 of their seconds in 16 bits, smaller ones from FEWEST_FP8 rows on up to 0.93; 4 ms to the client and back.
+# The same of h200/http_loads_schedule.json, whose server has no adapters and prompts' activations in e4m3: passes of 1,024 rows
+# and more take 0.84 of their seconds in 16 bits, smaller ones from FEWEST_FP8 rows on up to 0.93; 4 ms to the client and back.
 FP8, FEWEST_FP8, SLOT_FP8, TOKEN_FP8, PAIR_FP8, CLIENT_FP8 = 0.84, 97, 32e-9, 1e-6, 1e-9, 4e-3
 
 
