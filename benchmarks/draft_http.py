@@ -5,7 +5,7 @@
 Both servers need the same text that copies, which random weights do not write. So the model is a small trained one inside a
 large one's shape (grown.py), and vLLM runs an export of the same checkpoint in 4 bits.
 
-A closed loop of users, each with the same number of requests, no prompt twice (as far as the texts go), answers of NEW / 2 to
+A closed loop of users, each with the same number of requests, no prompt twice, answers of NEW / 2 to
 NEW tokens; texts that copy (edits, summaries, code) and free ones. between_ms: of tokens that come in one event all but the
 first have a gap of 0; event_ms: between events.
 """
@@ -17,8 +17,8 @@ import random
 import sys
 import time
 import traceback
-from collections import defaultdict
-from itertools import pairwise
+from collections.abc import Iterator
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,12 @@ async def loop(port: int, users: int, asked: list[Asked]) -> Row:
     return row | {"event_ms": percentiles(events), "token_ms": percentiles(per_token)}
 
 
+def paragraphs(file: Path) -> str:
+    """A file's text with an empty line between paragraphs; where it has none, each line is one."""
+    text = file.read_text()
+    return text if "\n\n" in text else text.replace("\n", "\n\n")
+
+
 def loads(tokenizer: Any, text: str) -> dict[str, list[list[int]]]:
     """Prompts that copy and free ones, in a drawn order."""
     drafts.EACH = 10_000  # all that the text has
@@ -88,6 +94,15 @@ def loads(tokenizer: Any, text: str) -> dict[str, list[list[int]]]:
     found = {"copying": [ids for kind in ("edit", "summary", "code") for ids in some[kind]], "free": some["free"]}
     for each in found.values():
         random.Random(0).shuffle(each)
+    return found
+
+
+def requests(left: Iterator[list[int]], count: int, seed: int) -> list[Asked]:
+    """The next prompts, with drawn lengths of answers. Raises ValueError where there are fewer."""
+    rng = random.Random(seed)
+    found = [Asked(i, ids, rng.randint(NEW // 2, NEW)) for i, ids in enumerate(islice(left, count))]
+    if len(found) < count:
+        raise ValueError("the texts have too few prompts: give more of them")
     return found
 
 
@@ -100,20 +115,12 @@ async def measure(servers: list[Server], args: argparse.Namespace, prompts: dict
         except RuntimeError as e:
             report({"server": one.name, "failed": str(e)})
     for one in (s for s in servers if s.ready_s):
-        at, numbers = defaultdict[str, int](int), iter(range(1 << 30))
-
-        def some(load: str, count: int, seed: int) -> list[Asked]:
-            rng, pool = random.Random(seed), prompts[load]
-            found = [Asked(next(numbers), pool[(at[load] + i) % len(pool)], rng.randint(NEW // 2, NEW)) for i in range(count)]
-            at[load] += count
-            return found
-
+        left = {load: iter(some) for load, some in prompts.items()}
         try:
             for users in args.users:
                 for load in prompts:
-                    await loop(one.port, users, some(load, 2 * users, 1))
-                    asked = some(load, REQUESTS[users] * users, 2)
-                    row = await loop(one.port, users, asked)
+                    await loop(one.port, users, requests(left[load], max(users, 2), 1))
+                    row = await loop(one.port, users, requests(left[load], REQUESTS[users] * users, 2))
                     report({"server": one.name, "load": load, "ready_s": one.ready_s} | row)
         except Exception:
             report({"server": one.name, "failed": traceback.format_exc()[-3000:]})
@@ -138,7 +145,7 @@ def main() -> None:
     if not folder.exists():
         grown(args.base, folder, SHAPES[args.shape], args.device, 4)
     print("the model is written after", time.perf_counter() - began, flush=True)
-    prompts = loads(AutoTokenizer.from_pretrained(args.base), "\n\n".join(t.read_text() for t in args.texts))
+    prompts = loads(AutoTokenizer.from_pretrained(args.base), "\n\n".join(map(paragraphs, args.texts)))
     print({load: len(some) for load, some in prompts.items()}, flush=True)
     try:
         for name in args.servers.split(","):

@@ -75,7 +75,7 @@ def grown(base: Path, folder: Path, shape: Row, device: str, bits: int) -> None:
 
 def matrices(at: str, weights: Tensors, small: Row, shape: Row, device: str) -> Iterator[tuple[str, torch.Tensor]]:
     """The matrices of the layer `at`: random where what they make is not used, 0 where it would come into a text."""
-    H, places = small["hidden_size"], heads(small, shape)
+    places = heads(small, shape)
     wider = (shape["head_dim"] / small["head_dim"]) ** 0.5  # scores are divided by the root of a head's width
     for leaf, (N, K) in linears(shape).items():
         name, part = f"{at}{leaf}.weight", leaf.rpartition(".")[2]
