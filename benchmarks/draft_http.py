@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from itertools import islice, pairwise
+from itertools import islice, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -107,23 +107,24 @@ def requests(left: Iterator[list[int]], count: int, seed: int) -> list[Asked]:
 
 
 async def measure(servers: list[Server], args: argparse.Namespace, prompts: dict[str, list[list[int]]], report: Any) -> None:
-    """Each server in turn; a load is warmed up by prompts of its own."""
+    """Each load of each server in turn, after a shorter one with prompts of its own."""
     for one in servers:
         try:
             await one.ready(args.patience)
             print(one.name, "ready after", one.ready_s, flush=True)
         except RuntimeError as e:
             report({"server": one.name, "failed": str(e)})
-    for one in (s for s in servers if s.ready_s):
-        left = {load: iter(some) for load, some in prompts.items()}
-        try:
-            for users in args.users:
-                for load in prompts:
-                    await loop(one.port, users, requests(left[load], max(users, 2), 1))
-                    row = await loop(one.port, users, requests(left[load], REQUESTS[users] * users, 2))
-                    report({"server": one.name, "load": load, "ready_s": one.ready_s} | row)
-        except Exception:
-            report({"server": one.name, "failed": traceback.format_exc()[-3000:]})
+    left = {one.name: {load: iter(some) for load, some in prompts.items()} for one in servers if one.ready_s}
+    for users, load, one in product(args.users, prompts, servers):
+        if one.name in left:
+            try:
+                prompt = left[one.name][load]
+                await loop(one.port, users, requests(prompt, max(users, 2), 1))
+                row = await loop(one.port, users, requests(prompt, REQUESTS[users] * users, 2))
+                report({"server": one.name, "load": load, "ready_s": one.ready_s} | row)
+            except Exception:
+                del left[one.name]
+                report({"server": one.name, "failed": traceback.format_exc()[-3000:]})
 
 
 def main() -> None:
