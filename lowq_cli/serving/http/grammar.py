@@ -72,7 +72,10 @@ class Grammars:
         definition = self.tokenizer.definition()
         if definition is None or not self.ends:
             raise Refusal(400, "this model's tokenizer does not support answers in a form")
-        return LLMatcher, LLTokenizer(definition, n_vocab=self.vocabulary, eos_token=self.ends)
+        try:
+            return LLMatcher, LLTokenizer(definition, n_vocab=self.vocabulary, eos_token=self.ends)
+        except ValueError as e:  # such as more tokens than the model has logits
+            raise Refusal(400, f"this model's tokenizer does not support answers in a form: {e}") from None
 
     def schema(self, schema: dict[str, Any], param: str) -> Callable[[], Mask]:
         """A function that makes masks for a JSON schema. Raises Refusal for a schema that is invalid or not supported."""
