@@ -108,12 +108,11 @@ def requests(left: Iterator[list[int]], count: int, seed: int) -> list[Asked]:
 
 async def measure(servers: list[Server], args: argparse.Namespace, prompts: dict[str, list[list[int]]], report: Any) -> None:
     """Each load of each server in turn, after a shorter one with prompts of its own."""
-    for one in servers:
-        try:
-            await one.ready(args.patience)
-            print(one.name, "ready after", one.ready_s, flush=True)
-        except RuntimeError as e:
-            report({"server": one.name, "failed": str(e)})
+    found = await asyncio.gather(*(one.ready(args.patience) for one in servers), return_exceptions=True)
+    for one, failed in zip(servers, found, strict=True):
+        print(one.name, "ready after", one.ready_s, flush=True)
+        if failed:
+            report({"server": one.name, "failed": str(failed)})
     left = {one.name: {load: iter(some) for load, some in prompts.items()} for one in servers if one.ready_s}
     for users, load, one in product(args.users, prompts, servers):
         if one.name in left:
