@@ -60,7 +60,7 @@ def main() -> None:
         for turn in range(args.turns):
             for new in args.new:
                 for kind in KINDS:
-                    text = tokenizer.decode(texts[kind][turn])
+                    text = str(tokenizer.decode(texts[kind][turn]))
                     for draft in ("none", "auto") if turn % 2 else ("auto", "none"):
                         made, seconds = run(args, *line, "--prompt", text, "--max-new-tokens", str(new), "--draft", draft)
                         g = json.loads(made)

@@ -69,8 +69,8 @@ def grown(base: Path, folder: Path, shape: Row, device: str, bits: int) -> None:
         schemes = {n.removesuffix(".weight_scale"): Scheme(4, GROUP, "none") for n in index if n.endswith("_scale")}
         config["quantization_config"] = compact(schemes, ["model.embed_tokens", "lm_head"])
     (folder / "config.json").write_text(json.dumps(config))
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / file).write_text((base / file).read_text())
+    for part in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / part).write_text((base / part).read_text())
 
 
 def matrices(at: str, weights: Tensors, small: Row, shape: Row, device: str) -> Iterator[tuple[str, torch.Tensor]]:
