@@ -161,3 +161,18 @@ def draft_serving() -> str:
         found.append((users, load, *(f"{r['tokens_per_s']:,.0f}" for r in ways), *(f"{r['p99_ms']:.1f}" for r in ways)))
     columns = (">users", "load", ">tokens/s without", ">by the balance", ">always", ">p99 ms without", ">balance", ">always")
     return table(columns, found)
+
+
+@part
+def draft_vllm() -> str:
+    """Tokens per second over HTTP of lowq's and vLLM's servers, with n-grams and without."""
+    found = []
+    for device in (d for d in DEVICES if (RESULTS / d / "draft_http.json").is_file()):
+        rows = {(r["users"], r["load"], r["server"]): r for r in read(f"{device}/draft_http.json")["rows"]}
+        for users, load in sorted({key[:2] for key in rows}):
+            each = [rows.get((users, load, server)) for server in ("lowq", "lowq-ngram", "vllm", "vllm-ngram")]
+            speeds = [f"{r['tokens_per_s']:,.0f}" if r else "" for r in each]
+            found.append((device, users, load, *speeds, *(f"{r['token_ms']['p99']:.1f}" if r else "" for r in each)))
+    servers = ("lowq", "with n-grams", "vLLM", "with n-grams")
+    columns = ("device", ">users", "load", *(f">tokens/s, {s}" if s in servers[::2] else f">{s}" for s in servers))
+    return table((*columns, *(f">p99 ms, {s}" if s in servers[::2] else f">{s}" for s in servers)), found)
