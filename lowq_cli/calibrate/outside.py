@@ -25,7 +25,7 @@ class Outside:
         self.names = {path: name for path, name in found.items() if name in kept}
         self.values: dict[str, torch.Tensor] = {}  # the model's parameter -> what is trained
         self.used: dict[str, torch.Tensor] = {}  # the same, rounded as the checkpoint will hold it, with a step's gradients
-        self.enters = blocks.embedding_path() in self.names
+        self.embedding = blocks.embedding_path()
         groups = []
         for path, name in self.names.items():
             t = blocks.source.read(name).reshape(blocks.source.headers[name].shape).to(blocks.device, torch.float32)
@@ -39,8 +39,8 @@ class Outside:
 
     def entering(self, ids: torch.Tensor, start: Hidden) -> Hidden:
         """The first layer's input; start: that of the original embedding."""
-        path = self.blocks.embedding_path()
-        return self.blocks.entering(ids, {path: self.used[path]}) if self.enters else start
+        table = self.used.get(self.embedding)
+        return start if table is None else self.blocks.entering(ids, {self.embedding: table})
 
     def step(self) -> None:
         """Update the tensors by the gradients that `used` has collected."""
