@@ -1,5 +1,7 @@
 """Drafts: what steps of several rows take and what drafts bring (<device>/drafts.json), what is accepted of heads' guesses."""
 
+from itertools import chain
+
 from pages import RESULTS, Row, part, read, table
 
 EAGLE3 = (
@@ -173,6 +175,5 @@ def draft_vllm() -> str:
             each = [rows.get((users, load, server)) for server in ("lowq", "lowq-ngram", "vllm", "vllm-ngram")]
             speeds = [f"{r['tokens_per_s']:,.0f}" if r else "" for r in each]
             found.append((device, users, load, *speeds, *(f"{r['token_ms']['p99']:.1f}" if r else "" for r in each)))
-    servers = ("lowq", "with n-grams", "vLLM", "with n-grams")
-    columns = ("device", ">users", "load", *(f">tokens/s, {s}" if s in servers[::2] else f">{s}" for s in servers))
-    return table((*columns, *(f">p99 ms, {s}" if s in servers[::2] else f">{s}" for s in servers)), found)
+    servers = [(f">{what}, {whose}", ">with n-grams") for what in ("tokens/s", "p99 ms") for whose in ("lowq", "vLLM")]
+    return table(("device", ">users", "load", *chain.from_iterable(servers)), found)
