@@ -160,8 +160,9 @@ def _to_line(found: list[Entry]) -> str:
 
 
 def _to_exl3(found: list[Entry]) -> str:
-    """lowq's own-text checkpoints compared with the line of EXL3: in loss, and in bits of equal loss."""
+    """lowq's own-text checkpoints compared with the line of EXL3: in loss, in bits of equal loss, and in KL divergence."""
     rows, losses = [], {n: of for n, of in _losses().items() if n.startswith("loss")}
+    divergences = [of for n, of in _losses().items() if n.startswith("KL")]
     for e in found:
         if not e.ours or "own" not in e.text:
             continue
@@ -174,18 +175,24 @@ def _to_exl3(found: list[Entry]) -> str:
                 shown(None if y is None or lost is None else lost - math.exp(y), "+.3f"),
                 shown(None if bits is None else e.bpw - bits, "+.2f"),
             ]
+        for of in divergences:
+            y, lost = height(line(found, EXL3, e.model, of), e.bpw), of(e)
+            cells.append(shown(None if y is None or lost is None else lost / math.exp(y), ".2f"))
         if any(cells):
-            rows.append((e.model, f"{e.bpw:.2f}", e.tool, e.text, *cells))
+            rows.append((e.model, f"{e.bpw:.2f}", e.tool, e.scheme, e.text, *cells))
     told = (
         "Compared with EXL3 (exllamav3's trellis), own text: ln(perplexity) above (+) or below EXL3 at equal bits,\n"
-        "and how many bits lowq takes more (+) or fewer for the same loss; empty outside of what was measured of EXL3:\n\n"
+        "how many bits lowq takes more (+) or fewer for the same loss, and its KL divergence over EXL3's at equal bits; empty\n"
+        "outside of what was measured of EXL3:\n\n"
     )
     columns = (
         "model",
         ">bits",
         "method",
+        "scheme",
         "text, tokens",
         *(f">{what}, {t}" for t in SHORT.values() for what in ("ln ppl", "bits")),
+        *(f">KL, {t}" for t in SHORT.values()),
     )
     return told + table(columns, rows)
 
