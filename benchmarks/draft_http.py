@@ -14,9 +14,11 @@ import argparse
 import asyncio
 import json
 import random
+import re
 import sys
 import time
 import traceback
+import urllib.request
 from collections.abc import Iterator
 from itertools import islice, pairwise, product
 from pathlib import Path
@@ -81,6 +83,15 @@ async def loop(port: int, users: int, asked: list[Asked]) -> Row:
     return row | {"event_ms": percentiles(events), "token_ms": percentiles(per_token)}
 
 
+def drafted(one: Server) -> dict[str, int]:
+    """What /metrics of `lowq serve` counts: drafts that were checked, and of these right ones. {} of another server."""
+    if not one.name.startswith("lowq"):
+        return {}
+    with urllib.request.urlopen(f"http://127.0.0.1:{one.port}/metrics", timeout=10) as answer:
+        text = answer.read().decode()
+    return {name: int(float(n)) for name, n in re.findall(r"^lowq_(draft_tokens\w*)\S* (\S+)$", text, re.MULTILINE)}
+
+
 def paragraphs(file: Path) -> str:
     """A file's text with an empty line between paragraphs; where it has none, each line is one."""
     text = file.read_text()
@@ -119,8 +130,10 @@ async def measure(servers: list[Server], args: argparse.Namespace, prompts: dict
             try:
                 prompt = left[one.name][load]
                 await loop(one.port, users, requests(prompt, max(users, 2), 1))
+                before = drafted(one)
                 row = await loop(one.port, users, requests(prompt, REQUESTS[users] * users, 2))
-                report({"server": one.name, "load": load, "ready_s": one.ready_s} | row)
+                counts = {name: n - before[name] for name, n in drafted(one).items()}
+                report({"server": one.name, "load": load, "ready_s": one.ready_s} | row | counts)
             except Exception:
                 del left[one.name]
                 report({"server": one.name, "failed": traceback.format_exc()[-3000:]})
