@@ -8,6 +8,7 @@ from lowq_cli import completion, console
 from lowq_cli.commands import AsJson, Device, Threads, checkpoint_argument, option
 from lowq_packers.errors import UsageError
 
+LITTLE = 1.25  # tokens per step below which a head saves no time: a guess and its check take so many steps of an 8B (H200)
 EXAMPLES = """Examples:
   lowq draft train my-lowq
   lowq draft train my-lowq --tokens 20000000 --out my-head
@@ -67,6 +68,8 @@ def draft(
     shares = ", ".join(f"{100 * a:.0f}%" for a in result.accepted)
     there = " (was already there)" if result.already_done else f" in {console.duration(result.seconds)}"
     console.say(f"drafted tokens accepted, first to last: {shares}; up to {result.length:.2f} tokens per step{there}")
+    if result.length < LITTLE:
+        console.say(f"such drafts save no time; train on more than {result.tokens:,} tokens (--tokens)")
     console.say(f"use it: lowq generate {state.as_argument(name)} --draft {state.as_argument(result.out)}")
 
 

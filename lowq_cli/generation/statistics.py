@@ -102,8 +102,10 @@ def show_numbers(numbers: dict[str, Any], generation: "Generation") -> None:
     line += f"{count(new_tokens, 'new token')}{speed} ({ENDED.get(n['finish_reason'], n['finish_reason'])})"
     if n["roofline_pct"] is not None:
         line += f", {n['roofline_pct']:.0f}% of the memory's speed"
-    if n["drafts"] and n["drafts"]["drafted"]:
-        d = n["drafts"]
+    d = n["drafts"]
+    if d and not d["drafted"] and d["drafter"] != "ngram":
+        line += f"; {d['drafter']}: no drafts, as none promised to save time"
+    elif d and d["drafted"]:
         line += f"; {d['drafter']} drafts: {d['accepted']} of {d['drafted']} right, {d['tokens_per_step']:.2f} tokens a step"
     drawn = drawn_text(n["sampling"], n["sampling_from"], n["seed"])
     console.say(f"{line}; peak memory {console.size(n['peak_memory_bytes'])}; decoder {n['decoder']}{drawn}")

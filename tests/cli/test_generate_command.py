@@ -86,9 +86,10 @@ def test_json_is_one_object_with_the_promised_keys(run):
         ({"pictures_s": 0.5}, "first token after 1.25 s (with 0.50 s for the pictures); "),
         ({"pictures_s": 0.5, "explain_s": 0.25}, "1.25 s (with 0.50 s for the pictures and 0.25 s for --explain); "),
         ({"pictures_s": 0.5, "ttft_s": 0.0}, "3 prompt tokens; "),
+        ({"drafts": {"drafter": "model x", "drafted": 0}}, "; model x: no drafts, as none promised to save time; "),
     ],
 )
-def test_other_delays_of_the_first_token_are_reported(more, told, capsys):
+def test_what_is_reported_beside_the_speed(more, told, capsys):
     numbers = {"ttft_s": 1.25, "prompt_tokens": 3, "prefill_tps": 9.0, "decode_tps": 7.0, "finish_reason": "stop", "seed": 0}
     numbers |= {
         "roofline_pct": None,
