@@ -75,7 +75,7 @@ def weights(folder):
         ("llama-tied", 3, 4, "lowq"),
         ("phi3", 3, 4, "table"),
         ("phi3", 2, 4, "table-e4m3"),
-        ("gpt2", 2, 4, "lowq"),
+        ("gpt2", 3, 4, "lowq"),
         ("gemma3", 3, 12, "lowq"),
         ("mixtral", 2, 4, "lowq"),
     ],

@@ -217,11 +217,12 @@ def model(name: str, seed: int = 0, made_of: Any = None, **more: Any) -> PreTrai
 
     made_of: its config, where it is not that of the name.
     """
-    return _made(seed, made_of or config(name, **more)) if made_of or more else deepcopy(_of_name(name, seed))
+    return _made(seed, made_of or config(name, **more)) if made_of or more else deepcopy(shared(name, seed))
 
 
 @cache
-def _of_name(name: str, seed: int) -> PreTrainedModel:
+def shared(name: str, seed: int = 0) -> PreTrainedModel:
+    """The random model of a name, which `model` copies: for tests that write nothing into it."""
     return _made(seed, config(name))
 
 

@@ -1,6 +1,7 @@
 """A tiny model of a described family in lowq's plan and in transformers, for comparison."""
 
 from dataclasses import fields, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -8,9 +9,8 @@ from described import model as random_model
 
 from lowq_cli.engine import weights
 from lowq_cli.engine.model_record import owned
-from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.plan import Plan
-from lowq_packers.arch.parts import Model
+from lowq_packers.arch.parts import Model, walk
 
 
 def planned(model: Any, described: Model | None = None) -> Any:
@@ -22,9 +22,10 @@ def planned(model: Any, described: Model | None = None) -> Any:
     return model
 
 
-def pair(name: str, **more: Any) -> tuple[Any, NativeDecoder]:
-    """(transformers' model of a name of `described`, a decoder of the same weights by its plan)."""
-    return random_model(name, **more), NativeDecoder(planned(random_model(name, **more)))
+@cache
+def shared_plan(name: str) -> Any:
+    """The model of a name of `described` with a plan of it, for tests that change neither."""
+    return planned(random_model(name))
 
 
 def texts(vocabulary: int, *lengths: int, seed: int = 3) -> list[list[int]]:
@@ -79,4 +80,10 @@ def without(part: Any, kind: str, fact: str) -> Any:
 
 def facts_of(described: Model) -> list[tuple[str, str]]:
     """(kind of part, fact) of every fact that a description has and Llama's parts do not."""
-    return [(kind, fact) for kind, row in FACTS.items() for fact in row if without(described, kind, fact) != described]
+    parts = list(walk(described))
+    return [
+        (kind, fact)
+        for kind, row in FACTS.items()
+        for fact, absent in row.items()
+        if any(type(part).__name__ == kind and getattr(part, fact) != absent for part in parts)
+    ]

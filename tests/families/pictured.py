@@ -1,5 +1,7 @@
 """Tiny models of the families that take pictures, and random pictures as their processors give them."""
 
+from copy import deepcopy
+from functools import cache
 from typing import Any
 
 import torch
@@ -40,6 +42,16 @@ def model(name: str, seed: int = 0, ids: dict[str, int] | None = None, text: dic
 
     ids: of the tokens of pictures, where not TOKEN. text: further fields of the text part.
     """
+    return deepcopy(shared(name, seed)) if ids is text is None else _made(name, seed, ids, text)
+
+
+@cache
+def shared(name: str, seed: int = 0) -> Any:
+    """The model that `model` copies, for tests that write nothing into it."""
+    return _made(name, seed, None, None)
+
+
+def _made(name: str, seed: int, ids: dict[str, int] | None, text: dict[str, Any] | None) -> Any:
     family = name.partition("/")[0]
     more = {"use_bidirectional_attention": "vision"} if name == "gemma4/whole" else {}
     if ids is None:

@@ -11,9 +11,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from described import NAMES
-from native import pair, texts
+from described import model as random_model
+from native import planned, texts
 
 from lowq_cli.engine.drafts.verify import Verification
+from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.state import tensors_of
 
@@ -75,7 +77,7 @@ def never_back(decoder):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_text_with_drafts_is_the_text_without(name):
-    _, decoder = pair(name)
+    decoder = NativeDecoder(planned(random_model(name)))
     decoder.drafts = True
     prompt = texts(VOCAB, 21)[0]
     for sampling, make in zip(DRAWN, (row_by_row, all_at_once), strict=True):
@@ -88,7 +90,7 @@ def test_a_text_with_drafts_is_the_text_without(name):
 
 @pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "mamba2", "lfm2", "falcon_h1"])
 def test_a_state_that_is_not_taken_back_shows(name):
-    _, decoder = pair(name)
+    decoder = NativeDecoder(planned(random_model(name)))
     decoder.drafts = True
     prompt = texts(VOCAB, 21)[0]
     known = plain(decoder, prompt, DRAWN[0])
@@ -104,7 +106,7 @@ def test_a_state_that_is_not_taken_back_shows(name):
 @pytest.mark.parametrize("name", ["llama", "qwen3_next", "mamba2", "gemma3_text"])
 def test_a_conversation_goes_on_after_drafts_as_if_it_were_read_anew(name):
     """The next turn finds in the cache the prompt and the accepted tokens."""
-    _, decoder = pair(name)
+    decoder = NativeDecoder(planned(random_model(name)))
     decoder.drafts = True
     prompt, more = texts(VOCAB, 21, 5)
     known = plain(decoder, prompt, DRAWN[0])

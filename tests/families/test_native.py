@@ -5,15 +5,16 @@ Each fact of its description is one that shows: taken out, the logits are others
 
 import sys
 import threading
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from described import NAMES, TEXTS, WRAPPERS, config, here
+from described import NAMES, TEXTS, WRAPPERS, config, here, shared
 from described import model as random_model
-from native import facts_of, logits_of, off, pair, planned, texts, without
+from native import facts_of, logits_of, off, planned, shared_plan, texts, without
 
 from lowq_cli.engine import kernel_launches, weights
 from lowq_cli.engine import steps as s
@@ -37,7 +38,7 @@ VOCAB = 160
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_transformers(name):
     """Whole texts; then prompts of different lengths in pieces of seven tokens, and token by token side by side."""
-    theirs, decoder = pair(name)
+    theirs, decoder = shared(name), NativeDecoder(shared_plan(name))
     a, b = texts(VOCAB, 37, 21)
     result = decoder.logits(torch.tensor([a[:21], b]))
     assert off(result[0], logits_of(theirs, a[:21])) < CLOSE
@@ -59,7 +60,7 @@ def test_logits_are_those_of_transformers(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_precompiled_operations_find_their_inputs(name):
     """Every operation that has kernels on zeros, alone: on a GPU a failure here would delay compiling to the first use."""
-    plan, of_torch = plan_of(planned(random_model(name))), s.Keep | s.Take | s.Drop
+    plan, of_torch = plan_of(shared_plan(name)), s.Keep | s.Take | s.Drop
     with torch.inference_mode():
         for prompt in (False, True):
             for launch in kernel_launches.step_launches(
@@ -71,7 +72,7 @@ def test_precompiled_operations_find_their_inputs(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_draft_is_rewound_and_the_text_goes_on(name):
     """Over a paged cache: a prompt, three rows of a draft that are wrong, then other tokens from where the draft began."""
-    theirs, ours = random_model(name), planned(random_model(name))
+    theirs, ours = shared(name), shared_plan(name)
     (ids, wrong, right) = texts(VOCAB, 30, 3, 5)
     with torch.inference_mode():
         runner = trial_runner(plan_of(ours), "16", 1, 64, False)
@@ -94,7 +95,8 @@ def test_tokens_that_stand_for_pictures_and_sound_are_read_as_transformers_reads
     made = config(name)
     fields = [f for f in vars(made) if f.endswith(("_token_id", "_token_index")) and isinstance(getattr(made, f), int)]
     ids = {f: 20 + i for i, f in enumerate(fields) if not f.startswith(("bos", "eos", "pad"))}
-    theirs, ours = (random_model(name, outer=ids) for _ in range(2))
+    theirs = random_model(name, outer=ids)
+    ours = deepcopy(theirs)
     ((*text,),) = texts(VOCAB, 9)
     text += [token for placeholder in ids.values() for token in (placeholder, 5)]
     assert off(NativeDecoder(planned(ours)).logits(torch.tensor([text]))[0], logits_of(theirs, text)) < CLOSE
@@ -144,7 +146,7 @@ def test_served_eight_at_once_they_are_as_alone(name):
 
     Alone: each token is the likeliest after those before it, by the logits of the whole text.
     """
-    model = planned(random_model(name))
+    model = shared_plan(name)
     asked = texts(VOCAB, 37, 70, 5, 90, 64, 65, 20)
     asked += [[*asked[3], 7, 8], [*asked[1][:64], 9, 9, 9]]
     answers, stats = served(model, asked, 4, running=8)
@@ -171,11 +173,10 @@ def idle(described, fact):
 
 @pytest.mark.parametrize("name", filter(here, TEXTS))
 def test_every_fact_of_a_description_shows(name):
-    model = random_model(name)
-    described, _ = weights.describe(model.config)
+    described, _ = weights.describe(shared(name).config)
     (ids,) = texts(VOCAB, 60)
-    expected = logits_of(model, ids)
-    planned(model)
+    expected = logits_of(shared(name), ids)
+    model = planned(random_model(name))
     for kind, fact in facts_of(described):
         if idle(described, fact):
             continue
@@ -191,7 +192,7 @@ def test_every_fact_of_a_description_shows(name):
 def test_of_experts_without_a_kernel_only_small_steps_are_recorded():
     """A graph holds copies of the experts of every row: two of each here, of which 32 are few."""
     for name, largest in (("qwen3_moe", 16), ("llama", 128)):
-        runner = trial_runner(plan_of(planned(random_model(name))), "16", 128, 64, False)
+        runner = trial_runner(plan_of(shared_plan(name)), "16", 128, 64, False)
         assert max(rows for _, rows in runner.recorded() if name == "qwen3_moe" or rows <= 128) == largest
 
 

@@ -51,9 +51,9 @@ class Both:
     """transformers' model of a name, and a decoder of the same weights that has its tower apart."""
 
     def __init__(self, name, described=None):
-        self.theirs = pictured.model(name)
+        self.theirs = pictured.shared(name)
         self.decoder = NativeDecoder(planned(pictured.model(name), described))
-        self.images, self.tower = self.decoder.plan.model.images, Tower(self.theirs)
+        self.images, self.tower = self.decoder.plan.model.images, Tower(pictured.model(name))
 
     def shown(self, ids, pictures):
         """The pictures of a text as the decoder takes them, None for none."""
@@ -176,7 +176,7 @@ def test_another_picture_gives_other_logits(name):
 @pytest.mark.parametrize("name", WITH_FACTS)
 def test_each_fact_of_how_pictures_enter_shows(name):
     ids, pictures = some(name)[1]
-    described = weights.describe(pictured.model(name).config)[0]
+    described = weights.describe(pictured.shared(name).config)[0]
     wanted = Both(name).wanted(ids, pictures)
     tested = 0
     for fact, value in {"sections": (), "deepstack": 0, "whole": "", "interleaved": not described.images.interleaved}.items():
