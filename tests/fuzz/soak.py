@@ -158,6 +158,17 @@ async def one(
         (seen.wrong if mixed_up else seen.different).append({"prompt": prompts[at], "text": text, "alone": alone[at]})
 
 
+async def together(client: Client, prompts: list[str], tokens: int, alone: list[str | None], seen: Seen) -> None:
+    """The first prompts in one request: they run at once however slow the machine is, and compete for a small cache."""
+    few = prompts[:8]
+    status, answer = await client.ask(
+        "/v1/completions", json.dumps({"prompt": few, "max_tokens": tokens, "temperature": 0}).encode()
+    )
+    texts = [c["text"] for c in json.loads(answer)["choices"]] if status == 200 else []
+    if texts != alone[: len(few)]:
+        seen.different.append({"prompt": few, "text": texts, "alone": alone[: len(few)]})
+
+
 def alone_until(count: int) -> int:
     """The number of the first request during which hostile clients run."""
     return count // 10
@@ -188,6 +199,7 @@ async def soak(
     for prompt in prompts:
         body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0}
         alone.append(text_of((await client.ask("/v1/completions", json.dumps(body).encode()))[1], False))
+    await together(client, prompts, tokens, alone, seen)
     numbers, done = iter(range(count)), False
     guests: list[asyncio.Task[None]] = []
 

@@ -41,9 +41,9 @@ def test_nothing_is_lost_or_mixed_up(soak):
 
 @pytest.mark.slow
 def test_nothing_is_lost_where_the_cache_is_too_small(soak):
-    """Texts give back their blocks and are computed again."""
-    requests = ["--requests", "16", "--prompts", "4", "--users", "12", "--seed", "3", "--tokens", "100"]
-    row = soak(*requests, "--args=--deterministic --cache-tokens 500")
+    """Texts give back their blocks and are computed again, those of one request first, which run at once on any machine."""
+    requests = ["--requests", "12", "--prompts", "8", "--users", "12", "--seed", "3", "--tokens", "100"]
+    row = soak(*requests, "--args=--deterministic --cache-tokens 384")
     assert row["preemptions"] > 0
-    assert row["counts"]["equal"] > 5
+    assert row["counts"]["equal"] > 3
     assert row["internal_errors"] == row["wrong"] == row["failed"] == 0
