@@ -100,11 +100,12 @@ class ApartEngine:
             self._tell(make, given)
             if starts:
                 self._tell("start")
-            threading.Thread(target=self._send, name="lowq-engine-requests", daemon=True).start()
+            self._sender = threading.Thread(target=self._send, name="lowq-engine-requests", daemon=True)
+            self._sender.start()
         except BaseException:  # such as too many threads
             standby.stop()
             raise
-        self._changed = threading.Condition()
+        self._changed, self._reading = threading.Condition(), threading.Lock()
         self._heard = self._moved = time.monotonic()  # time of its last message, and of its last step or idle state
         self._open: set[int] = set()
         self.kept: Any = None
@@ -189,7 +190,9 @@ class ApartEngine:
             self._listener.join(ENDS_S)
         self.process.join()
         self._outbox.put([])
-        self._pipe.close()
+        self._sender.join()  # a thread that still writes would otherwise write to whatever gets the descriptor next
+        with self._reading:  # likewise `_wait`, which the end of the process wakes
+            self._pipe.close()
 
     def _tell(self, *message: Any) -> None:
         """Queue a message to send: a process that does not read must not block the event loop."""
@@ -206,11 +209,14 @@ class ApartEngine:
         silent = 0  # seconds counted here: a machine that was halted for minutes has not counted them
         while True:
             try:
-                while not self._pipe.poll(BEAT_S):
+                with self._reading:
+                    message = self._pipe.recv() if self._pipe.poll(BEAT_S) else None
+                if message is None:
                     silent += 1
                     if silent >= HUNG_S / BEAT_S:
                         raise LowqError(f"the engine's process has not answered for {HUNG_S} s")
-                silent, (what, *rest) = 0, self._pipe.recv()
+                    continue
+                silent, (what, *rest) = 0, message
             except (EOFError, OSError):
                 raise ProcessEnded(self._why_it_ended()) from None
             if what == "failed":

@@ -208,6 +208,27 @@ def test_a_process_that_hangs_while_it_loads_is_given_up(tmp_path, monkeypatch):
         engine.stop(0)
 
 
+def test_the_pipe_stays_open_while_a_thread_writes_to_it(tmp_path, monkeypatch):
+    """The descriptor would go to the next model's pipe, and the message with it."""
+    writes, may_write = threading.Event(), threading.Event()
+
+    def late(pipe, message):
+        writes.set()
+        may_write.wait()
+
+    monkeypatch.setattr(engine_process, "write", late)
+    engine = ApartEngine(phases.load, str(tmp_path), "cpu", {}, True)
+    assert writes.wait(60)
+    ending = threading.Thread(target=engine.stop, args=(0,))
+    ending.start()
+    engine.process.join()
+    ending.join(0.2)
+    assert ending.is_alive()
+    may_write.set()
+    ending.join(60)
+    assert not ending.is_alive()
+
+
 def test_a_server_that_ends_as_a_load_begins_leaves_no_process(tmp_path):
     async def go():
         s = Server(tmp_path, 1)
