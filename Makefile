@@ -2,13 +2,14 @@
 #   make demo    install, quantize the bundled model, tune, generate, print the table   (under 5 minutes)
 #   make check   ruff, mypy and the tests: before every push, and what CI runs          (under 20 minutes)
 #   make test    the tests alone
+#   make test-all  the tests with further cases of the same kinds (mark `more`), before a release
 #   make wheel   dist/lowq-*.whl
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check lint types wheel clean
+.PHONY: demo test test-all check lint types wheel clean
 .DELETE_ON_ERROR:
 
 # torch alone first: a range asked for by another package would fetch the newest build with all of CUDA
@@ -30,6 +31,9 @@ demo: $(VENV)/runtime
 # two workers of one thread each: on two cores, more threads only wait for one another
 test: $(VENV)/tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --durations=15
+
+test-all: $(VENV)/tests
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --durations=15 --all
 
 lint: $(VENV)/tests
 	$(BIN)/ruff check .

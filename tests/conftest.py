@@ -14,7 +14,17 @@ import torch
 
 
 def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="Also the cases marked `more`, which `make test-all` runs.")
     parser.addoption("--hostile-pictures", type=int, default=400, help="Mutated pictures that are read (tests/serving).")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out the cases marked `more`."""
+    more = [] if config.getoption("--all") else [item for item in items if item.get_closest_marker("more")]
+    if more:
+        left_out = set(more)
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=more)
 
 
 gc.disable()  # a million objects come to stay while tests are collected: 7 of 21 s went into looking for garbage in them

@@ -175,7 +175,13 @@ def write_blocks_of(folder, path, kind):
             f.write(part.numpy().tobytes() + bytes(padded(row.nbytes) - row.nbytes))
 
 
-@pytest.mark.parametrize("kind", [*BLOCK_KINDS, "IQ4_NL", "MXFP4"])
+LIKE_ANOTHER = ("Q5_K", "Q5_0")  # scales and minima as Q4_K and IQ4_NL have them, with codes of another width
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=[pytest.mark.more] * (k in LIKE_ANOTHER)) for k in (*BLOCK_KINDS, "IQ4_NL", "MXFP4")],
+)
 def test_gguf_blocks_get_better_codes_and_scales(kind, wide, text, tmp_path):
     write_blocks_of(wide, tmp_path / "m.gguf", kind)
     done = refined(tmp_path / "m.gguf", wide, text, tmp_path / "n.gguf")
