@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -143,6 +143,17 @@ def twice(launch: Callable[[], Any]) -> Any:
         same = torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
         assert same, "the order of the threads changes the result"
     return result[0]
+
+
+def sampled(cases: Iterable[Any], every: int = 3) -> list[Any]:
+    """Cases drawn from one kind as values of `parametrize`, of which each `every`-th is left to `make test-all`."""
+    return [pytest.param(c, marks=[pytest.mark.more] * (i % every == every - 1)) for i, c in enumerate(cases)]
+
+
+def selected(request: pytest.FixtureRequest, name: str) -> list[Any]:
+    """The values of the parameter `name` in the tests of this file that will run."""
+    items = [i for i in request.session.items if getattr(i, "module", None) is request.module and hasattr(i, "callspec")]
+    return [i.callspec.params[name] for i in items if name in i.callspec.params]
 
 
 @contextmanager

@@ -186,7 +186,7 @@ def built(gpu, request):
             dense_rows(F16), dense_rows(BF16)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", emulation.sampled(CASES), ids=str)
 def test_right_numbers(case):
     check(case)
 

@@ -140,7 +140,7 @@ SHARED = {
 
 
 @pytest.fixture(autouse=True, scope="module")
-def a_gpu():
+def a_gpu(request):
     """Where there is none, launchers see a GPU of capability 9.0 behind CPU tensors; all instances are built at once."""
     if DEVICE == "cuda":
         yield
@@ -165,7 +165,7 @@ def a_gpu():
             in_one(name)
         for name in DRAFTED:
             drafted(name)
-        for name in CODED:
+        for name in CODED.keys() & emulation.selected(request, "name"):
             coded(name)
         for name in LAYERS:
             layer(name)
@@ -389,7 +389,13 @@ def coded(name):
     return (y, truth), list(zip(caches, before, new, strict=True)), (rows, at)
 
 
-@pytest.mark.parametrize("name", CODED)
+def in_turn(i):
+    """The marks of the i-th case: of all but the first two, one kind of codes or the other is left to `make test-all`."""
+    at, kind = i % (len(CODED) // 2), 2 * i // len(CODED)
+    return [pytest.mark.more] * (at > 1 and at % 2 == kind)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=in_turn(i)) for i, name in enumerate(CODED)])
 def test_attend_over_codes(name):
     """The step, and the codes that it writes."""
     made = []

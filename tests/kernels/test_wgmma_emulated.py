@@ -69,11 +69,11 @@ DEFECTS = [  # columns, what stands in the source, what is put there
 
 
 @pytest.fixture(autouse=True, scope="module")
-def gpu():
+def gpu(request):
     """The launcher sees a GPU of capability 9.0 behind CPU tensors; one run of g++ builds the instances of all cases."""
     with emulation.hopper(tile_wgmma):
         with emulation.built_at_once():
-            for case in CASES:
+            for case in emulation.selected(request, "case"):
                 launched(case)
             for defect in DEFECTS:
                 with emulation.defect(tile_wgmma, "tile_wgmma.cu", *defect[1:]):
@@ -119,7 +119,7 @@ def check(case):
     assert error < TOLERANCE[case.dtype], f"error {error:.2e}"
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", emulation.sampled(CASES), ids=str)
 def test_right_numbers(case):
     check(case)
 
