@@ -151,7 +151,7 @@ class ContinuousEngine:
         self._reader, self._to_read = PromptReader(model, kv), deque[Sequence]()
         self._flights: deque[Flight] = deque()
         self._events: list[tuple[int, Event]] = []  # of passes that were read in this turn
-        self._ahead = AHEAD if self.device.type == "cuda" else 0
+        self.ahead = AHEAD if self.device.type == "cuda" else 0
         self._prompt_tokens = self._new_tokens = self._steps = 0
         self._busy_s = self._due = self._read_at = (
             0.0  # _read_at: when the last pass had been read; _due: the time at which the pass on the device is expected to end
@@ -397,8 +397,10 @@ class ContinuousEngine:
         """Launch the next pass and read the results of those before it. Returns its plan, None where there is nothing to do."""
         if any(t.request.mask is not None or t.drafting for t in self.scheduler.active):
             self._land(0)  # a grammar needs the last token, and a sequence with drafts in flight needs their result
+        if any(flight.rows for flight in self._flights) and self.scheduler.compacts:
+            self._land(0)  # a sequence's position has to be known
         counts = {} if self.drafts is None else self.drafts.counts()
-        if self.drafts is not None and counts and self._flights:
+        if self.drafts is not None and counts and self._flights and not self.drafts.ahead:
             self._land(0)  # drafts continue from the newest token
             counts = self.drafts.counts()
         plan = self.scheduler.plan(self._budget, self._pauses)
@@ -414,19 +416,22 @@ class ContinuousEngine:
         if launched:
             K = 0 if self.drafts is None else self.drafts.wanted()
             if self.drafts is not None and drafts:
-                if self._ahead:
-                    self.drafts.costs.launched(time.perf_counter() - self._read_at)
+                if self.ahead:
+                    under_way = sum(map(self._expected, self._flights))
+                    self.drafts.costs.launched(max(0.0, time.perf_counter() - self._read_at - under_way))
                 self._flights.append(self.drafts.launch(plan, drafts, K, self._looks))
             else:
                 self._flights.append(self._launch(plan, K))
             self.passes.copy(plan.snapshots)
+            if self.drafts is not None:
+                self.drafts.flying = {number: tokens for number, (tokens, _) in drafts.items()}
             self.passes.token_budget.stepped(len(plan.steps))
             self._steps += 1
         for text in plan.finishing:
             for group, table in enumerate(text.tables):  # only after the launch: a step of this pass may have run in that row
                 self.rows.set_table(group, text.row, table.blocks)
             self.rows.set_slot(text.row, text.slot)
-        self._land(self._ahead if launched else 0)
+        self._land(self.ahead if launched else 0)
         return plan
 
     @property
@@ -513,8 +518,7 @@ class ContinuousEngine:
             tokens, seconds = flight.read()
             self._read_at = time.perf_counter()
             if self._flights:
-                expected = self.passes.token_budget.seconds(*self._flights[0].size)
-                self._due = 0.0 if behind else time.monotonic() + SURE * expected
+                self._due = 0.0 if behind else time.monotonic() + SURE * self._expected(self._flights[0])
             logs = {number: log for part in flight.logs for number, log in part.read().items()}
             sound = None if flight.sound is None else flight.sound.tolist()
             if self.drafts is not None and flight.rows:
@@ -537,6 +541,12 @@ class ContinuousEngine:
                     text.feed()
             if self.drafts is not None:
                 self.drafts.give(flight)
+
+    def _expected(self, flight: Flight) -> float:
+        """Return the seconds that a pass is expected to take."""
+        if flight.rows and self.drafts is not None:
+            return self.drafts.costs.known_s(flight.size[1])
+        return self.passes.token_budget.seconds(*flight.size)
 
     def _event(self, text: Sequence, token: int, logs: dict[int, Logs]) -> Event | None:
         """Add a token to its sequence and return its event; None where the token was already sent before a preemption."""

@@ -47,6 +47,11 @@ class DraftCosts:
             return known + (self.extra or self.budget.extra)
         return plain_s * (1 + statistics.median(self._slopes) * (rows / texts - 1))
 
+    def known_s(self, rows: int) -> float:
+        """Return the seconds of a recorded pass for this many rows; 0.0 where it was not timed."""
+        known = self.passes.seconds.get((self.passes.size(rows), self.adapted))
+        return known + (self.extra or self.budget.extra) if known else 0.0
+
     def launched(self, seconds: float) -> None:
         """Record the seconds from the end of a pass to the launch of one with drafts, as the host saw them."""
         self.gap_s += NEWEST * (seconds - self.gap_s)

@@ -1,7 +1,8 @@
 """Passes with drafts: the rows are the newest token of each sequence and the draft tokens after it.
 
 Every row samples a token. The device counts how many drafts of each sequence were right, and updates its newest token and its
-position. The host knows all tokens when it launches such a pass. On a GPU passes have few sizes, recorded at the start.
+position; the next pass takes both from there, so the host may launch it without knowing them. On a GPU passes have few sizes,
+recorded at the start.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,8 @@ from lowq_packers.errors import device_lost, one_line
 MOST_ROWS = 256  # max. rows of a pass with drafts: with more, the time of products grows in proportion to the rows
 FEWEST = (4, 8, 16)  # the smallest sizes of passes on a GPU, in rows
 SAME = "the same kernels are to compute every step"
-NUMBERS = 6  # numbers sent per row: its token, position and sequence; a sequence's first row, number of rows, and target row
+NUMBERS = 6  # numbers sent per row: its draft token, place in its sequence's rows, and sequence; a sequence's first row, number
+# of rows, and target row
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,9 @@ class DraftPasses:
             count = np.array([len(t.tokens) for t in texts], np.int32)
             end, n = int(count.sum()), len(texts)
             first = np.cumsum(count) - count
-            pos, row, target = np.array([(t.pos, t.row, t.target) for t in texts], np.int32).T
+            row, target = np.array([(t.row, t.target) for t in texts], np.int32).T
             numbers[0, :end] = [token for t in texts for token in t.tokens]
-            numbers[1, :end] = np.repeat(pos - first, count) + np.arange(end)
+            numbers[1, :end] = np.arange(end) - np.repeat(first, count)
             numbers[2, :end] = np.repeat(row, count)
             numbers[3:, :n] = first, count, target
         return numbers.reshape(-1)
@@ -118,7 +120,10 @@ class DraftPasses:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute a pass, from and into tensors at fixed addresses; `chunk` has the layout of `_describe`."""
         p, r = self.passes, self.passes.rows
-        ids, pos, rows, first, count, target = chunk.view(NUMBERS, M)
+        ids, after, rows, first, count, target = chunk.view(NUMBERS, M)
+        used = rows != r.null_row
+        ids = torch.where(used & (after == 0), r.token.index_select(0, rows).int(), ids)
+        pos = torch.where(used, r.pos.index_select(0, rows) + after, 0)
         tables = {id(t): t.index_select(0, rows) for t in r.tables}
         state = [self._of_rows(one, tables) for one in p.state]
         adapters = r.adapter.index_select(0, rows) if adapted else None

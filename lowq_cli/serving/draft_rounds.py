@@ -1,5 +1,6 @@
 """Drafts in the engine: who guesses, how many guesses the next pass checks, and what became of them."""
 
+import math
 import time
 from typing import NamedTuple
 
@@ -69,6 +70,9 @@ class DraftRounds:
     Attributes:
         costs: the seconds of its passes. on: whether drafts pay with the present number of sequences. drafted, accepted:
             numbers of guesses that were checked, and of right ones.
+        ahead: whether passes are launched while the result of one with drafts is not known yet. The guesses then follow those
+            that are in flight, as if these were right.
+        flying: by sequence number, the drafts in the pass that was launched last, if `ahead`.
     """
 
     def __init__(self, passes: DraftPasses, scheduler: Scheduler, special: Special, guesses: DeviceDrafts | None) -> None:
@@ -92,8 +96,11 @@ class DraftRounds:
         self._best: dict[int, Guess] = {}  # by sequence number, the guesses that `counts` chose from
         self._once = False  # whether a drafter was given a long text in this turn
         self._unguessed = 0  # passes since the last one for which the drafter ran
-        self.on = True
+        self.on, self.ahead = True, False
+        self.flying: dict[int, list[int]] = {}
         self.drafted = self.accepted = 0
+        if self.device.type == "cuda":
+            self.go_ahead()
 
     @property
     def name(self) -> str:
@@ -104,6 +111,14 @@ class DraftRounds:
         """Return the drafter of a new sequence."""
         ngram = NGram(self._answers)
         return ngram if self.guesses is None else Guessed(self._rates, ngram)
+
+    def go_ahead(self) -> None:
+        """Launch passes ahead of results, where n-grams guess and neither blocks nor states depend on which drafts were wrong:
+        without recurrent layers and windows."""
+        cache = self.scheduler.cache
+        self.ahead = self.guesses is None and cache.states is None and not any(g.window for g in cache.pages)
+        self.scheduler.waits = not self.ahead
+        self.costs.gap_s *= not self.ahead
 
     def begin_turn(self, size: int, adapted: bool) -> None:
         """Decide whether the next pass may have drafts. size: the rows of a plain pass. adapted: whether it has adapters."""
@@ -145,7 +160,7 @@ class DraftRounds:
         n = len(texts)
         if not likely or not (plain := self.costs.plain_s(n)):
             return {}
-        self._best = {t.number: drafter.guess(min(MOST_DRAFTS, t.remaining - 1)) for t, drafter in likely}
+        self._best = {t.number: self._guess(t, drafter) for t, drafter in likely}
         chances = ((number, guess.chances) for number, guess in self._best.items())
         given = max((len(drafter.given) for _, drafter in likely if isinstance(drafter, Guessed)), default=0)
         apart = self.costs.gap_s + self.costs.guess_s(plain) * given
@@ -155,6 +170,18 @@ class DraftRounds:
 
         timed = self._trials.plain_s(self.runner.bucket(n)) if self._trials is not None else 0.0
         return choose(chances, n, self.passes.sizes, seconds, max(plain, timed))
+
+    def _guess(self, text: Sequence, drafter: TextDrafter) -> Guess:
+        """Return the guesses of a sequence after its tokens in flight. Where drafts in flight are not what is guessed now, the
+        first that differs is wrong, and the device draws what is guessed there instead."""
+        most = max(0, min(MOST_DRAFTS, text.remaining - 1 - self.ahead))
+        if not text.ahead:
+            return drafter.guess(most)
+        flying = self.flying.get(text.number, [])
+        guess = drafter.guess(len(flying) + 1 + most)
+        right = next((i for i, (a, b) in enumerate(zip(flying, guess.tokens, strict=False)) if a != b), len(flying))
+        sure, chances = math.prod(guess.chances[: right + 1]), guess.chances[right + 1 :][:most]
+        return Guess(guess.tokens[right + 1 :][:most], [chance * (1 if i else sure) for i, chance in enumerate(chances)])
 
     def wanted(self) -> int:
         """Return how many tokens the drafter is to guess for each running sequence after the pass being launched: the number
@@ -244,7 +271,7 @@ class DraftRounds:
                 continue
             accepted = tokens[M + i]
             if rows > 1:
-                self.scheduler.rewind(text, len(text.tokens) + accepted)
+                self.scheduler.wrong(text, rows - 1 - accepted, accepted + 1)
                 text.drafted, text.accepted = text.drafted + rows - 1, text.accepted + accepted
                 self.drafted, self.accepted = self.drafted + rows - 1, self.accepted + accepted
                 if isinstance(text.drafter, Guessed):

@@ -58,6 +58,7 @@ class Scheduler:
     def __init__(self, cache: CacheManager, rows: int, bucket: Callable[[int], int], fixed: bool = False) -> None:
         self.cache, self.bucket, self.fixed = cache, bucket, fixed
         self._stepped, self.beyond = True, 0  # beyond: tokens after the next one to allocate for, if blocks are free
+        self.waits = True  # whether a sequence with a draft in flight steps again only after its result is read
         self.waiting: deque[Sequence] = deque()
         self.reading: list[Sequence] = []
         self.running: list[Sequence | None] = [None] * rows
@@ -140,15 +141,15 @@ class Scheduler:
 
         Returns the slots to write its recurrent state to after each of its n + 1 rows but the last ([] without recurrent
         layers), or None where there is no room: it then steps without a draft. With a draft, it does not step again before
-        `rewind` says how many of the rows were right.
+        `wrong` says how many of the rows were, unless not `waits`.
         """
-        if not 0 < n <= min(REWIND, seq.remaining):
+        if not 0 < n <= min(REWIND, seq.remaining - (not self.waits)):  # else it may not step in the next pass, as its row will
             return None
         slots = self.cache.draft(seq, n)
         if slots is not None:
             # after the pass its state includes the whole draft; and its slots may be those of snapshots evicted for them
             plan.snapshots = [(a, b) for a, b in plan.snapshots if not slots or (a != seq.slot and b not in slots)]
-            seq.computed, seq.ahead, seq.drafting = seq.computed + n, seq.ahead + n, True
+            seq.computed, seq.ahead, seq.drafting = seq.computed + n, seq.ahead + n, self.waits
         self._send(plan, seq)  # also without a draft: blocks that `cache.draft` took stay
         return slots
 
@@ -162,6 +163,16 @@ class Scheduler:
         ahead = seq.ahead - (seq.computed - length)
         self.cache.rewind(seq, length)
         seq.ahead, seq.computed, seq.drafting = ahead, length, False
+
+    def wrong(self, seq: Sequence, n: int, tokens: int) -> None:
+        """Record that n rows of a draft were wrong and that `tokens` tokens come. Call it before `on_token`.
+
+        The blocks after these are given back unless a later pass, in flight, writes to them.
+        """
+        if seq.ahead == n + tokens:
+            self.rewind(seq, len(seq.tokens) + tokens - 1)
+        else:
+            seq.computed, seq.ahead = seq.computed - n, seq.ahead - n
 
     def on_token(self, seq: Sequence, token: int) -> str | None:
         """Add a sampled token; return the finish reason if the sequence ends with it, or None."""
@@ -194,10 +205,15 @@ class Scheduler:
     def _steps(seq: Sequence) -> bool:
         return seq.remaining > 0 and not seq.drafting
 
+    @property
+    def compacts(self) -> bool:
+        """Whether the next plan moves rows. The position of a sequence that moves has to be known."""
+        count = sum(t is not None for t in self.running)
+        return count > 0 and self.bucket(count) < self.bucket(self.high)
+
     def _compact(self) -> None:
         """Move the last rows into free rows where that makes the pass smaller."""
-        count = sum(t is not None for t in self.running)
-        while count and self.bucket(count) < self.bucket(self.high):
+        while self.compacts:
             source, target = self.high - 1, self.running.index(None)
             seq = self.running[source]
             assert seq is not None

@@ -63,16 +63,22 @@ class Knowing:
         return Guess(made, [0.95] * most)
 
 
-def knowing(client, answers, seed=0):
-    """The client's engine with drafters that know the answers, and rows that cost nothing."""
+def knowing(client, answers, seed=0, ahead=False):
+    """The client's engine with drafters that know the answers, and rows that cost nothing. ahead: as on a GPU."""
     drafts, rng = client.engine.drafts, random.Random(seed)
     drafts.costs, drafts.drafter = Free(drafts.costs), lambda: Knowing(answers, rng)
+    if ahead:
+        client.engine.ahead = 1
+        drafts.go_ahead()
     return client
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[*KINDS, "llama, launched ahead", "gemma3_text, launched ahead"])
 def model(request):
-    return build(request.param, **KINDS[request.param])
+    kind, _, ahead = request.param.partition(", ")
+    made = build(kind, **KINDS[kind])
+    made.ahead = bool(ahead)
+    return made
 
 
 @pytest.fixture
@@ -80,7 +86,7 @@ def client(model):
     made = []
 
     def make(answers, seed=0, **how):
-        made.append(knowing(Client(model, draft="ngram", **how), answers, seed))
+        made.append(knowing(Client(model, draft="ngram", **how), answers, seed, model.ahead))
         return made[-1]
 
     yield make

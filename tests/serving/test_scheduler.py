@@ -115,7 +115,7 @@ def shadow(engine):
     """The engine with tables that the device gets when they are flushed, as on a GPU, and a memory for a model."""
     rows = BatchState(engine.rows.null_row, [table.shape[1] for table in engine.rows.tables], engine.device, separate=True)
     engine.rows = engine.special.rows = rows
-    engine.passes, engine._ahead = Memory(rows, engine.limits.running, engine.scheduler.cache.blocks + 1), 1
+    engine.passes, engine.ahead = Memory(rows, engine.limits.running, engine.scheduler.cache.blocks + 1), 1
     engine.scheduler.bucket = engine.passes.bucket
 
 
