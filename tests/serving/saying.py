@@ -16,9 +16,9 @@ from lowq_cli.serving.request import Event, Limits, Stats, check
 END = "</s>"
 
 
-def byte_tokenizer(special=(), plain=(), template=None):
-    """Every byte is a token; END and what is `special` are left out of texts, what is `plain` is text."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+def byte_tokenizer(special=(), plain=(), template=None, alphabet=None):
+    """Every byte, or character of `alphabet`, is a token; END and what is `special` are left out of texts, `plain` is text."""
+    alphabet = sorted(alphabet or pre_tokenizers.ByteLevel.alphabet())
     tokens = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokens.pre_tokenizer, tokens.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokens.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in (END, *special)])

@@ -43,10 +43,14 @@ def url(image):
 
 
 class Believed:
-    """An engine whose drafts are checked whatever they bring; `always` takes something that has one."""
+    """An engine whose drafts are checked whatever they bring; `always` takes something that has one. ahead: as on a GPU."""
 
-    def __init__(self, engine):
+    def __init__(self, engine, ahead):
         self.engine = engine
+        if ahead:
+            engine.ahead = 1
+        if ahead and engine.drafts is not None:
+            engine.drafts.go_ahead()
         assert isinstance(engine, ContinuousEngine)
         if engine.drafts is not None and engine.drafts.guesses is not None:
             always(self)
@@ -54,11 +58,11 @@ class Believed:
             engine.drafts.costs = Free(engine.drafts.costs)
 
 
-def asked(model, tokenizer, requests, draft, facts=None, pictures=None, **how):
+def asked(model, tokenizer, requests, draft, facts=None, pictures=None, ends=frozenset(), ahead=False, **how):
     """(texts, usages, the engine's counts) of requests (kind of request, its fields): with drafts first all at once, and then
     one by one; without drafts one by one."""
-    engine = Believed(engine_of(model, 64, draft=draft, **how)).engine
-    pool = ModelPool.of_one(ServedModel(engine, tokenizer, "base", frozenset(), facts=facts, pictures=pictures))
+    engine = Believed(engine_of(model, 64, draft=draft, **how), ahead).engine
+    pool = ModelPool.of_one(ServedModel(engine, tokenizer, "base", ends, facts=facts, pictures=pictures))
     place = pool.places["base"]
     if facts is not None:
         place.offer = replace(place.offer, how={"lora": dict.fromkeys(facts.adapters, "")})
