@@ -196,6 +196,18 @@ def test_long_passes_come_as_often_as_few_tokens_wait_for_them():
     assert slow.prompt_tokens(64, 64, 5000, 16, 64) == 1024 - 64  # 0.17 s is 1.1 steps
 
 
+def test_an_unknown_size_takes_after_the_nearest_that_is_known_by_now():
+    budget = TokenBudget((64, 512, 4096))
+    budget.known = {(8, 64, False): 0.002}
+    assert budget.seconds(8, 4096) == 0.002 * 4096 / 64
+    for rows, seconds in ((512, 0.008), (2048, 0.024)):
+        budget.known[8, rows, False] = seconds
+        assert budget.seconds(8, 4096) == seconds * 4096 / rows
+    assert budget.seconds(8, 8) == 0.0  # no pass without prompts is known
+    budget.known[4, 4, False] = 0.001
+    assert budget.seconds(8, 8) == 0.001
+
+
 def test_pass_times_of_a_busy_gpu_are_corrected_by_the_first_pass():
     """Three engines started on one GPU: all passes were thought to take 2.5 times as long, until each had come."""
     alone, busy = paced(), paced()
