@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from lowq_cli.engine import expert_steps, mixer_steps
 from lowq_cli.engine import steps as s
 from lowq_kernels.decode.latent import Latent
 from lowq_kernels.decode.norms import Norm, normed
@@ -202,18 +203,18 @@ class Compiler:
         )  # fmt: skip
         if _direct(part) and part.rope is not None:
             heads = replace(heads, q_norm=q.weight, k_norm=k.weight, eps=q.eps) if q and k else heads
-            self._emit(s.Attend(index, heads, part.rope, self._whole(part), layer))
+            self._emit(mixer_steps.Attend(index, heads, part.rope, self._whole(part), layer))
         else:
             scale = None if part.position_scale is None else PositionScale(*astuple(part.position_scale))
             facts = Prepared(
                 part.heads, part.kv_heads, part.dim, part.order, part.gated, part.v_is_k, part.shares is None, q, k, v,
                 part.norm_over, part.norm_last, part.rope.pairing if part.rope else "halves", part.key_scale, scale,
             )  # fmt: skip
-            prepare = s.Prepare(facts, part.rope)
+            prepare = mixer_steps.Prepare(facts, part.rope)
             if part.block:
-                self._emit(prepare, s.AttendBlock(index, heads, None))
+                self._emit(prepare, mixer_steps.AttendBlock(index, heads, None))
             else:
-                self._emit(s.PreparedAttend(index, heads, None, self._whole(part), prepare=prepare))
+                self._emit(mixer_steps.PreparedAttend(index, heads, None, self._whole(part), prepare=prepare))
         if part.gate is not None or (part.gated and part.block):
             self._emit(s.Open("gate"))
         self._product(part.o, "o")
@@ -244,7 +245,7 @@ class Compiler:
             up[:, part.nope :].contiguous(), self.norm(part.kv_norm), part.rope.pairing, scale,
         )  # fmt: skip
         self.ropes.add(part.rope)
-        self._emit(s.AttendLatent(self._state(part.state), facts, part.rope))
+        self._emit(mixer_steps.AttendLatent(self._state(part.state), facts, part.rope))
         self._product(part.o, "o")
 
     @_mixer.register
@@ -270,7 +271,7 @@ class Compiler:
 
     def _recurrent(self, part: p.GatedDelta | p.Mamba2 | p.ShortConv, facts: Any) -> None:
         self._product(part.inputs, "inputs")
-        self._emit(s.Recur(self._state(part.state), facts, part.out.columns))
+        self._emit(mixer_steps.Recur(self._state(part.state), facts, part.out.columns))
         self._product(part.out, "out")
 
     def _conv(self, part: p.Conv) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -302,10 +303,10 @@ class Compiler:
         around = part.shared is not None or part.latent is not None
         if around:
             self._emit(s.Keep("tokens"))
-        self._emit(s.Route(facts, "x" if facts.norm is not None else "y"))
+        self._emit(expert_steps.Route(facts, "x" if facts.norm is not None else "y"))
         if part.latent is not None:
             self._product(part.latent[0], "latent_down")
-        self._emit(s.Experts(experts, part.weigh_inputs))
+        self._emit(expert_steps.Experts(experts, part.weigh_inputs))
         if part.latent is not None:
             self._product(part.latent[1], "latent_up")
         if part.shared is not None:

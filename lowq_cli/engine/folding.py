@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from lowq_cli.engine import steps as s
+from lowq_cli.engine.expert_steps import Experts, Route
 from lowq_cli.hf.experts import QuantExperts
 from lowq_kernels.activations import STEPS
 from lowq_kernels.decode import FoldedProducts, Ops
@@ -95,7 +96,7 @@ class ProductGate(s.Step):
 
 
 @dataclass(frozen=True, eq=False)
-class SharedExperts(s.Experts):
+class SharedExperts(Experts):
     """y = the weighted sum of a token's experts, plus the shared expert's output."""
 
     shared: Shared = field(kw_only=True)
@@ -174,12 +175,12 @@ def _shared(steps: list[s.Step], M: int, dtype: torch.dtype) -> tuple[list[s.Ste
     opening: s.OpenBy | None = None
     match steps:  # as `Compiler` emits them
         case [
-            s.Keep(), s.Route() as route, s.Experts() as routed, s.Keep(name="routed"), s.Take(), s.Product() as up,
+            s.Keep(), Route() as route, Experts() as routed, s.Keep(name="routed"), s.Take(), s.Product() as up,
             s.Gate() as gate, s.Product() as down, s.OpenBy() as opening, s.Drop(), s.UpdateNorm(second="routed") as norm,
         ]:  # fmt: skip
             taken = 11
         case [
-            s.Keep(), s.Route() as route, s.Experts() as routed, s.Keep(name="routed"), s.Take(), s.Product() as up,
+            s.Keep(), Route() as route, Experts() as routed, s.Keep(name="routed"), s.Take(), s.Product() as up,
             s.Gate() as gate, s.Product() as down, s.Drop(), s.UpdateNorm(second="routed") as norm, *_,
         ]:  # fmt: skip
             taken = 10

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lowq_cli.engine import rope
+from lowq_cli.engine import mixer_steps, rope
 from lowq_cli.engine import steps as s
 from lowq_cli.engine.batch import Batch, KeyValues, States
 from lowq_cli.engine.contents import check, filled
@@ -114,7 +114,7 @@ class BlockPlan(HeadPlan):
             self.linears["markov"] = self.out
         self.context: list[s.Step] = []  # the steps that write every layer's keys and values of the kept "context"
         for i, step in enumerate(self.steps):
-            if isinstance(step, s.AttendBlock):
+            if isinstance(step, mixer_steps.AttendBlock):
                 self.context += [s.Take("context"), *self.steps[i - 2 : i + 1]]
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:

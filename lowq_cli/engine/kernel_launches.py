@@ -12,6 +12,7 @@ from lowq_cli.engine import folding
 from lowq_cli.engine import steps as s
 from lowq_cli.engine.batch import Batch, KeyValues, Rectangle
 from lowq_cli.engine.drafts.drafter import Angles
+from lowq_cli.engine.expert_steps import Experts, Route
 from lowq_cli.engine.plan import Plan
 from lowq_cli.engine.state import state_of_layer
 from lowq_kernels.decode.attend import LONG
@@ -92,11 +93,11 @@ def step_launches(
     seen, width, route = set(), plan.model.hidden, None
     for step in steps:
         key = (type(step), width, *step.compiled_for())
-        by_host = isinstance(step, s.Experts) and M > FEW_TOKENS and not step.experts.grouped(plan.dtype)
+        by_host = isinstance(step, Experts) and M > FEW_TOKENS and not step.experts.grouped(plan.dtype)
         if asked(step) and not isinstance(step, s.Product) and key not in seen and not by_host:
             seen.add(key)
             yield partial(_run, plan, step, M, width, kind, prompt, slots, route, drafted, angles)
-        route = (step, width) if isinstance(step, s.Route) else route
+        route = (step, width) if isinstance(step, Route) else route
         width = step.width(width)
 
 
@@ -108,7 +109,7 @@ def _run(
     kind: str,
     prompt: bool,
     slots: int,
-    route: tuple[s.Route, int] | None,
+    route: tuple[Route, int] | None,
     drafted: bool,
     angles: Angles | None,
 ) -> None:
@@ -125,7 +126,7 @@ def _run(
         batch = replace(batch, drafted=True, groups=(first, first + M, M))
         states = {i: KeyValues(one.k, one.v, tables) for i, one in states.items() if isinstance(one, KeyValues)}
     frame = s.Frame(make(M, plan.model.hidden), batch, states)  # type: ignore[arg-type]  # a dict: the step reads only its own entries
-    if isinstance(step, s.Experts) and route is not None:
+    if isinstance(step, Experts) and route is not None:
         frame.y = make(M, route[1])
         route[0].run(frame)
     frame.y = make(M, width)

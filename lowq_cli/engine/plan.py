@@ -16,6 +16,8 @@ from lowq_cli.engine import steps as s
 from lowq_cli.engine import weights as of_model
 from lowq_cli.engine.batch import Batch, KeyValues, States
 from lowq_cli.engine.compiling import Compiler, Weights
+from lowq_cli.engine.expert_steps import Experts, Route
+from lowq_cli.engine.mixer_steps import Attend
 from lowq_cli.engine.model_record import owned
 from lowq_cli.engine.rope import Rotation, Tables
 from lowq_cli.hf.embedding import embed_scale
@@ -72,14 +74,14 @@ class Plan:
     @property
     def grouped_by_host(self) -> bool:
         """Whether the host groups the tokens of some layer's experts in large passes; such a pass cannot be recorded."""
-        routed = [step.experts for step in self.steps if isinstance(step, s.Experts)]
+        routed = [step.experts for step in self.steps if isinstance(step, Experts)]
         return not all(isinstance(experts, QuantExperts) and experts.grouped(self.dtype) for experts in routed)
 
     @property
     def most_recorded(self) -> float:
         """Rows of the largest step worth recording: where no kernel takes the experts, a graph copies each row's experts."""
-        chosen = [step.facts.top_k for step in self.steps if isinstance(step, s.Route)]  # one before each step of experts
-        routed = [step.experts for step in self.steps if isinstance(step, s.Experts)]
+        chosen = [step.facts.top_k for step in self.steps if isinstance(step, Route)]  # one before each step of experts
+        routed = [step.experts for step in self.steps if isinstance(step, Experts)]
         alone = [k for k, e in zip(chosen, routed, strict=True) if e.fused(self.dtype, k) is None]
         return max(1, FEW_ROWS // max(alone)) if alone else math.inf
 
@@ -221,7 +223,7 @@ class Plan:
         Under a head dim D: tables (slots, D) that do not rotate."""
         tables: dict[Rope | int, Tables] = {}
         for step in self.steps:
-            if isinstance(step, s.Attend) and (step.rope is None or (self.model.images and self.model.images.sections)):
+            if isinstance(step, Attend) and (step.rope is None or (self.model.images and self.model.images.sections)):
                 tables[step.heads.D] = unrotated(slots, step.heads.D, torch.empty(0, dtype=self.dtype, device=device))
         for kind, r in self.rotations.items():
             tables[kind] = r.tables(slots, device, self.dtype, length)

@@ -14,9 +14,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from lowq_cli.engine import explain, folding
-from lowq_cli.engine import steps as s
 from lowq_cli.engine.drafts.drafting import WIDTHS
+from lowq_cli.engine.expert_steps import Experts
 from lowq_cli.engine.kernel_launches import checks, products, step_launches
+from lowq_cli.engine.mixer_steps import Attend
 from lowq_cli.engine.native import NativeDecoder, prompt_passes
 from lowq_cli.engine.sampling import Sampling
 from lowq_kernels.decode.attend import LONG
@@ -90,10 +91,10 @@ def launches_between_products(
 
     work: list[Callable[[], object]] = [partial(choose, 0), partial(choose, 1)]
     work += step_launches(plan, plan.program(batch), batch, kind, False)
-    work += step_launches(plan, plan.steps, 1, kind, False, lambda step: isinstance(step, s.Attend), LONG)
+    work += step_launches(plan, plan.steps, 1, kind, False, lambda step: isinstance(step, Attend), LONG)
     work += step_launches(plan, plan.steps, batch, kind, True, lambda step: bool(step.state))
     for M in rows - {batch}:
         work += step_launches(
-            plan, plan.program(M), M, kind, False, lambda step: isinstance(step, s.Experts | folding.GateProduct)
+            plan, plan.program(M), M, kind, False, lambda step: isinstance(step, Experts | folding.GateProduct)
         )
     return work

@@ -2,12 +2,13 @@
 
 A step reads and writes a `Frame`: the residual stream x (M, H), the current value y (M, ...), and values kept by name for later
 steps. It calls an operation of `lowq_kernels.decode`; where no kernel takes the call, the operation's definition in torch does.
+The steps that read what earlier tokens left (attention, recurrent layers) are in mixer_steps.py, those of mixtures of experts
+in expert_steps.py.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -15,12 +16,8 @@ from torch import nn
 
 from lowq_cli.engine.batch import Batch, KeyValues, States
 from lowq_kernels.decode import Ops, activation
-from lowq_kernels.decode.latent import Latent
 from lowq_kernels.decode.norms import Norm
-from lowq_kernels.decode.prepare import Prepared
-from lowq_kernels.decode.reference import Heads
-from lowq_kernels.decode.router import RouterFacts
-from lowq_packers.arch.parts import Linear, Rope
+from lowq_packers.arch.parts import Linear
 
 
 @dataclass
@@ -319,34 +316,6 @@ class Clip(Step):
 
 
 @dataclass(frozen=True, eq=False)
-class Prepare(Step):
-    """Norm and rotate q, k, v for an `Attend` that does neither, in layers that differ from Llama's; the gate is kept."""
-
-    facts: Prepared
-    rope: Rope | None
-    what = "attention"
-
-    def width(self, before: int) -> int:
-        return (self.facts.HQ + 2 * self.facts.HKV * self.facts.writes) * self.facts.D
-
-    def compiled_for(self) -> tuple[object, ...]:
-        p, rotation = self.facts, (self.rope and self.rope.dims, self.facts.pairing, self.facts.position_scale is None)
-        norms = tuple(n and (n.kind, n.weight is None, n.bias is None, n.groups) for n in (p.q_norm, p.k_norm, p.v_norm))
-        return p.HQ, p.HKV, p.D, p.order, p.gated, p.v_is_k, p.writes, p.over, p.norm_last, *rotation, *norms
-
-    def run(self, f: Frame) -> None:
-        tables: tuple[Any, Any] = (None, None) if self.rope is None else f.batch.angles[self.rope]
-        at = f.batch.positions
-        if self.rope is not None and (of_pictures := f.batch.tables_of(self.rope)) is not None:
-            assert f.batch.pictures is not None
-            # No family both scales queries by position and has three-part positions.
-            at, tables = f.batch.pictures.numbers, of_pictures
-        f.y, gate = f.ops.prepare(f.y, self.facts, at, *tables)
-        if gate is not None:
-            f.kept["gate"] = gate
-
-
-@dataclass(frozen=True, eq=False)
 class Open(Step):
     """y *= sigmoid(a kept value); the kept value is removed."""
 
@@ -406,92 +375,6 @@ class TimesToken(Step):
 
 
 @dataclass(frozen=True, eq=False)
-class Attend(Step):
-    """Attention of y = q, k, v; the layer's keys and values are state number `index`. rope None: the step does not rotate.
-
-    whole: whether a token of an image attends to all tokens of the image. layer: the product that makes the queries; where it
-    rounds its inputs to fp8 (--act), attention of prompts may round as well.
-    """
-
-    index: int
-    heads: Heads
-    rope: Rope | None
-    whole: bool = False
-    layer: nn.Module | None = None
-    what = "attention"
-
-    @cached_property
-    def in_fp8(self) -> Heads:
-        """The heads, for attention that may round."""
-        return replace(self.heads, act="fp8")
-
-    @cached_property
-    def apart(self) -> tuple[Prepared, Heads]:
-        """Norms and rotation as a separate operation, and attention without norms: for rows with three-part positions."""
-        h = self.heads
-        q, k = (None if w is None else Norm(w, h.eps, "rms", None, 1) for w in (h.q_norm, h.k_norm))
-        return Prepared(h.HQ, h.HKV, h.D, q_norm=q, k_norm=k), replace(h, q_norm=None, k_norm=None)
-
-    @property
-    def state(self) -> Sequence[int]:  # type: ignore[override]
-        return (self.index,)
-
-    def width(self, before: int) -> int:
-        return self.heads.HQ * self.heads.D
-
-    def compiled_for(self) -> tuple[object, ...]:
-        h = self.heads
-        return h.HQ, h.HKV, h.D, h.window > 0, h.q_norm is None, h.sinks is None, h.beyond, self.rope and self.rope.dims
-
-    def run(self, f: Frame) -> None:
-        held = f.state[self.index]
-        assert isinstance(held, KeyValues)
-        heads = self.in_fp8 if getattr(self.layer, "act", "none") == "fp8" else self.heads
-        tables = f.batch.angles[self.rope or heads.D]
-        if self.rope is not None and (of_pictures := f.batch.tables_of(self.rope)) is not None:
-            assert f.batch.pictures is not None
-            facts, heads = self.apart
-            f.y, _ = f.ops.prepare(f.y, facts, f.batch.pictures.numbers, *of_pictures)
-            tables = f.batch.angles[heads.D]
-        f.y = f.batch.attend(f.y, held, tables, heads, self.whole)
-
-
-@dataclass(frozen=True, eq=False)
-class PreparedAttend(Attend):
-    """`Prepare`, `Attend` and, for heads with gates, `Open`: one kernel, or the three one after another."""
-
-    prepare: Prepare = field(kw_only=True)
-
-    def compiled_for(self) -> tuple[object, ...]:
-        return (*super().compiled_for(), *self.prepare.compiled_for())
-
-    def run(self, f: Frame) -> None:
-        held, facts = f.state[self.index], self.prepare.facts
-        assert isinstance(held, KeyValues)
-        y = f.batch.attend_prepared(f.y, facts, held, self.prepare.rope, self.heads)
-        if y is not None:
-            f.y = y
-            return
-        self.prepare.run(f)
-        super().run(f)
-        if facts.gated:
-            Open("gate").run(f)
-
-
-@dataclass(frozen=True, eq=False)
-class AttendBlock(Attend):
-    """Attention of a block's rows: each attends up to the position in the kept "until" (M,), or up to itself without it."""
-
-    def run(self, f: Frame) -> None:
-        held, tables, h = f.state[self.index], f.batch.angles[self.heads.D], self.heads
-        assert isinstance(held, KeyValues)
-        q, until = f.y[:, : h.HQ * h.D], f.kept.get("until")
-        f.y = f.batch.attend(f.y, held, tables, h)  # writes the keys and values of all rows; the next line then attends
-        if until is not None:
-            f.y = replace(f.batch, pos=until).attend(q.contiguous(), held, tables, replace(h, writes=False))
-
-
-@dataclass(frozen=True, eq=False)
 class AddFeatures(Step):
     """x of an image's rows += the features that the vision tower computed for this layer."""
 
@@ -501,84 +384,3 @@ class AddFeatures(Step):
     def run(self, f: Frame) -> None:
         if f.batch.pictures is not None:
             f.batch.pictures.add(f.x, self.layer)
-
-
-@dataclass(frozen=True, eq=False)
-class AttendLatent(Step):
-    """Latent attention of the kept queries "q" over the latents; y holds the rows' latents, state `index` the layer's."""
-
-    index: int
-    facts: Latent
-    rope: Rope
-    what = "attention"
-
-    @property
-    def state(self) -> Sequence[int]:  # type: ignore[override]
-        return (self.index,)
-
-    def width(self, before: int) -> int:
-        return self.facts.heads * self.facts.v_dim
-
-    def reads(self, before: int) -> Mapping[str, int]:
-        return {"q": self.facts.heads * (self.facts.nope + self.facts.rotated)}
-
-    def run(self, f: Frame) -> None:
-        held = f.state[self.index]
-        assert isinstance(held, KeyValues)
-        f.y = f.batch.latent(f.kept.pop("q"), f.y, held, f.batch.angles[self.rope], self.facts)
-
-
-@dataclass(frozen=True, eq=False)
-class Recur(Step):
-    """y = a recurrent mixer of y (`kernels.decode.recurrent`), whose fixed-size tensors are state number `index`."""
-
-    index: int
-    facts: Any
-    out: int
-    what = "recurrent"
-
-    @property
-    def state(self) -> Sequence[int]:  # type: ignore[override]
-        return (self.index,)
-
-    def width(self, before: int) -> int:
-        return self.out
-
-    def run(self, f: Frame) -> None:
-        held = f.state[self.index]
-        assert isinstance(held, States)
-        f.y = f.batch.recur(f.y, self.facts, held, self.out)
-
-
-@dataclass(frozen=True, eq=False)
-class Route(Step):
-    """Choose each token's experts and their weights, and keep both for `Experts`. source: "y", or "x" for a router with a norm
-    of its own."""
-
-    facts: RouterFacts
-    source: str = "y"
-    what = "router"
-
-    def compiled_for(self) -> tuple[object, ...]:
-        return self.facts.top_k, self.facts.weight.shape, self.facts.beyond
-
-    def run(self, f: Frame) -> None:
-        f.kept["ids"], f.kept["weights"] = f.ops.route_by(f.x if self.source == "x" else f.y, self.facts)
-
-
-@dataclass(frozen=True, eq=False)
-class Experts(Step):
-    """y = the weighted sum of a token's experts. weigh_inputs: the weights multiply the experts' inputs, not their outputs."""
-
-    experts: Any
-    weigh_inputs: bool = False
-    what = "experts"
-
-    def run(self, f: Frame) -> None:
-        ids, weights, x = f.kept.pop("ids"), f.kept.pop("weights"), f.y
-        if not self.weigh_inputs:
-            f.y = self.experts(x, ids, weights)
-            return
-        given = (x[:, None] * weights.to(x.dtype)[..., None]).flatten(0, 1)
-        y = self.experts(given, ids.reshape(-1, 1), torch.ones_like(weights).reshape(-1, 1))
-        f.y = y.reshape(*ids.shape, -1).sum(1)

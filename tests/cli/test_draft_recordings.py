@@ -14,12 +14,12 @@ from simulated_gpu import SimulatedGPU
 from lowq_cli.engine.drafts import drafting
 from lowq_cli.engine.drafts.ngram import NGram
 from lowq_cli.engine.drafts.recordings import AT_ONCE_S, Recordings
+from lowq_cli.engine.expert_steps import Experts
 from lowq_cli.engine.graph import Captured, keep
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.open_model import ready
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.slices import Sliced
-from lowq_cli.engine.steps import Experts
 from lowq_cli.engine.stream import Generation
 from lowq_packers.arch.parts import Recurrent
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from described import COPIES
 from sizes import CONFIGS
 
-from lowq_cli.engine import explain
+from lowq_cli.engine import expert_steps, explain, mixer_steps
 from lowq_cli.engine import steps as s
 from lowq_cli.engine.compiling import Compiler
 from lowq_kernels import gpu
@@ -82,27 +82,27 @@ def without_kernel(step: s.Step, width: int, rows: int, prompt: bool) -> Iterato
             yield from _why("norm", norms_triton.refuse(x, norm))
         case s.Gate():
             yield from _why("activation", None if step.act in elementwise.ACTS else f"activation {step.act}")
-        case s.Xielu() | s.Clip() | s.AttendBlock():
+        case s.Xielu() | s.Clip() | mixer_steps.AttendBlock():
             yield type(step).__name__
-        case s.PreparedAttend() if prompt or attend_prepared.fused(step.prepare.facts, step.heads) is None:
+        case mixer_steps.PreparedAttend() if prompt or attend_prepared.fused(step.prepare.facts, step.heads) is None:
             yield from _why("prepare", prepare_triton.refuse(step.prepare.facts))
     match step:
-        case s.Attend() if prompt:
+        case mixer_steps.Attend() if prompt:
             h = step.heads
             yield from _kernel(PromptCall(rows, h.D, 64, PLAIN, DTYPE, "cuda", gpu.HOPPER.capability, h.beyond))
-        case s.Attend():
-            rope = step.prepare.rope if isinstance(step, s.PreparedAttend) else step.rope
+        case mixer_steps.Attend():
+            rope = step.prepare.rope if isinstance(step, mixer_steps.PreparedAttend) else step.rope
             yield from _kernel(AttendCall.of(x, SLOTS, rope.dims if rope else step.heads.D, step.heads, 64))
-        case s.AttendLatent() if not prompt:
+        case mixer_steps.AttendLatent() if not prompt:
             f = step.facts
             sizes = (f.heads, f.nope, f.rotated, f.v_dim, f.rank, f.pairing, f.position_scale is not None)
             yield from _kernel(LatentCall(rows, SLOTS, *sizes, DTYPE, "cuda", gpu.HOPPER.capability, 64))
-        case s.Recur():
+        case mixer_steps.Recur():
             yield from _kernel(step.facts.call(x, prompt))
-        case s.Route():
+        case expert_steps.Route():
             of = Routing.of(torch.empty(rows, step.facts.weight.shape[1], device="meta", dtype=DTYPE), step.facts)
             yield from _kernel(of.call)
-        case s.Experts(experts=part):
+        case expert_steps.Experts(experts=part):
             yield from _kernel(_experts(part, rows), "grouped by the host")
 
 

@@ -9,7 +9,7 @@ from lowq_cli.engine.drafts.draft_length import ENOUGH, Costs, TableCosts, Timed
 from lowq_cli.engine.drafts.drafter import DeviceDrafter, Guess, HostDrafter
 from lowq_cli.engine.drafts.rates import BEFORE, Rates
 from lowq_cli.engine.drafts.recordings import Recordings
-from lowq_cli.engine.steps import Experts
+from lowq_cli.engine.expert_steps import Experts
 from lowq_packers.arch.parts import Recurrent
 from lowq_packers.lazy import torch
 
