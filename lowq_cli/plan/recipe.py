@@ -15,7 +15,7 @@ matches no name as a glob, it is tried as a regular expression. Later overrides 
 """
 
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ EXAMPLE = {"max_kl": "0.02 nats per token", "max_ppl": "1%", "tokens_per_s": "30
 BUDGETS = ("bpw", "size", "max_kl", "max_ppl")  # fields that replace `bits`
 LAYOUTS = ("auto", "rowstream", "tile", "cpu")  # layouts that files can have
 FORMATS = ("lowq", "fp8", *TABLE_FORMATS)
-OF_GRIDS = {"format", "group", "zero", "act"}  # with one of these fields given, nobody else chooses the format
+OF_GRIDS = {"format", "group", "zero", "act"}  # a recipe that gives one of these fields keeps its format, see `in_its_format`
 OF_FP8 = ("format", "block", "act", "lm_head", "skip")  # the fields that the format fp8 accepts
 
 
@@ -299,8 +299,17 @@ def make_recipe(file: str | Path | None = None, **flags: Any) -> Recipe:
     chosen = [f"--{name.replace('_', '-')}" for name in BUDGETS if table.get(name)]
     if "bits" in table and chosen:
         raise UsageError(f"{chosen[0]} chooses the bits of every weight; leave --bits out, or name its choices with --widths")
-    recipe = Recipe(**table)
-    free = recipe.budgeted and recipe.distills and not OF_GRIDS & table.keys()
+    return in_its_format(Recipe(**table), table.keys())
+
+
+def in_its_format(recipe: Recipe, given: Collection[str] | None = None) -> Recipe:
+    """The recipe in the format in which a budget's bits are trained, unless it names a format, or fields that depend on one.
+
+    given: the names of the fields that it gives; None: of those that differ from their defaults.
+    """
+    if given is None:
+        given = [f.name for f in fields(Recipe) if getattr(recipe, f.name) != f.default]
+    free = recipe.budgeted and recipe.distills and OF_GRIDS.isdisjoint(given)
     return replace(recipe, format=PLACED) if free else recipe
 
 

@@ -9,16 +9,13 @@ from lowq_cli.calibrate.requirements import tokens_for
 from lowq_cli.console import duration
 from lowq_cli.files.source import Source
 from lowq_cli.plan.planner import make_plan
-from lowq_cli.plan.recipe import Recipe
-from lowq_cli.plan.table_formats import PLACED
+from lowq_cli.plan.recipe import Recipe, in_its_format
 from lowq_cli.run import own_text_plan
 
 
 def offer(model: str, source: Source, recipe: Recipe, device: torch.device) -> str:
     """The line for a recipe whose bits are placed. Raises the errors of `make_plan`."""
-    free = recipe.format == "lowq" and recipe.zero == "float" and recipe.group is None and recipe.act == "none"
-    form = PLACED if free else recipe.format  # as make_recipe would choose
-    trained = replace(recipe, method="distill", format=form, calib=None)
+    trained = in_its_format(replace(recipe, method="distill", calib=None))
     if device.type == "cuda":
         trained = replace(trained, calib_tokens=tokens_for(make_plan(source, trained)))
     trained, own, _ = own_text_plan.decide(model, source, trained, device)
