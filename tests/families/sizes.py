@@ -35,7 +35,7 @@ def delta(keys: int, values: int) -> dict[str, Any]:
 
 YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
 MROPE = {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default", "rope_theta": 1e7}
-QWEN_TEXT = {"rope_parameters": MROPE | {"partial_rotary_factor": 0.25}}
+QWEN_TEXT = {"rope_parameters": MROPE | {"partial_rotary_factor": 0.25}, "mamba_ssm_dtype": "float32"}
 TOWER = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16, "deepstack_visual_indexes": [8, 16, 24]}
 V3 = sizes(
     129280, 7168, 18432, 61, 128, 128, **moe(256, 8, 2048, "n_routed_experts"), **latent(1536, 512, 128, 64, 128),
