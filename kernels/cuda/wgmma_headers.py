@@ -9,7 +9,7 @@ shared memory); `first` is the same with = for +=. Where `add` is an argument, i
   wgmma_fp8.cuh  WgmmaFp8<NB>        a (64 x 32) e4m3, a descriptor like b, fp32 sums
 """
 
-COLUMNS = (16, 32, 64, 96, 128, 192, 256)
+COLUMNS = (8, 16, 32, 64, 96, 128, 192, 256)
 COLUMNS_TURNED = (64, 128)
 COLUMNS8 = (8, 16, 24, 32, 64, 96, 128)
 COLUMNS_FP8 = (8, 16, 32, 64, 128, 192)

@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lowq_kernels.decode.activation import UNGATED
 from lowq_kernels.decode.elementwise import activated, gated
 from lowq_kernels.decode.launch import pdl
-from lowq_kernels.decode.mixture import many_slots
+from lowq_kernels.decode.mixture import many_slots, wide
 from lowq_kernels.dispatch.registry import Config, register
 from lowq_kernels.modules.stack import ExpertsCall, Stack
 from lowq_kernels.products.cuda import tile_wgmma_grouped
@@ -182,7 +182,7 @@ def grouped_experts(
     y = torch.empty_like(x)
     if M == 0:
         return y
-    rows = tile_wgmma_grouped.block(M * top_k, experts)
+    rows = tile_wgmma_grouped.block(M * top_k, experts, wide(down.facts))
     x, ids = x.contiguous(), ids.contiguous()
     if M * top_k <= MOST_SORTED:
         sorted_x, row, of_tile, valid = sort(x, ids, experts, rows)

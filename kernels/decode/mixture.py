@@ -10,7 +10,7 @@ import torch
 
 from lowq_kernels.decode.activation import UNGATED
 from lowq_kernels.dispatch.registry import Choice, find, forced
-from lowq_kernels.modules.stack import ExpertsCall, Stack
+from lowq_kernels.modules.stack import ExpertsCall, Facts, Stack
 
 FEW_TOKENS = 128  # up to here reading an expert once per token costs less than 256 launches, one or two per expert
 # Group by expert where slots are more than this share of all experts. Qwen3-30B, 64 slots of 128 experts: 60 us per layer
@@ -19,11 +19,24 @@ MOST_READS = 0.5
 # The same for experts without a gate. nemotron_h's whole size, 128 experts, us per layer on an H200 ungrouped (grouped):
 # 6 slots 28 with the shared expert (34), 48 slots 89 (83). Nothing between them was measured, so that 8 slots are the most.
 MOST_ALONE = 1 / 16
+# Group `wide` experts with a gate from this share of all experts and this many slots on. us of a step of 8 sequences, 64 slots,
+# ungrouped (grouped), H200: glm4_moe, three mixtures of 128 experts, 737 (615), minimax_m2, three of 256, 567 (475).
+LEAST_WIDE, LEAST_SLOTS = 0.25, 64
+WIDE = 1408  # least features between the products of `wide` experts; qwen3_moe's 768 were not timed in tiles of 8 rows
+
+
+def wide(down: Facts) -> bool:
+    """Whether experts with this down product are of the kind that was timed in tiles of 8 rows: of 4 bits, not narrow."""
+    _, K, scheme, _ = down
+    return scheme is not None and scheme.bits == 4 and not scheme.table and K >= WIDE
 
 
 def many_slots(call: ExpertsCall) -> bool:
     """Whether the slots are so many that reading each expert once, for all its tokens, is better."""
-    return call.M * call.top_k > (MOST_ALONE if call.act.startswith(UNGATED) else MOST_READS) * call.E
+    slots, alone = call.M * call.top_k, call.act.startswith(UNGATED)
+    if not alone and wide(call.down) and slots >= max(LEAST_SLOTS, LEAST_WIDE * call.E):
+        return True
+    return slots > (MOST_ALONE if alone else MOST_READS) * call.E
 
 
 def choice(call: ExpertsCall, capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing) -> Choice | None:

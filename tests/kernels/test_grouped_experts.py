@@ -29,6 +29,8 @@ CASES = [  # tokens, experts, experts a token, width, hidden, bits, group, zero,
     (40, 3, 2, 32, 112, 4, 16, "e2m1/e4m3", torch.float16, 32),
     (70, 2, 1, 32, 64, 4, 32, "fitted", torch.float16, 64),
     (7, 5, 2, 64, 128, 4, 32, "float", torch.bfloat16, 16, "ungated relu2"),
+    (7, 5, 2, 96, 512, 4, 64, "none", torch.float16, 8),  # blocks divide the steps of the last tiles
+    (9, 5, 2, 96, 544, 4, 32, "float", torch.bfloat16, 8),
 ]
 
 

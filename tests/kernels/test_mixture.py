@@ -14,6 +14,8 @@ from lowq_packers.scheme import Scheme
 EACH, GROUPED = "cuda/experts", "cuda/grouped_experts"
 if GROUPED not in registry.kernels("experts"):
     pytest.skip("NVRTC is not installed, and without it our launchers do not import", allow_module_level=True)
+from lowq_kernels.products.cuda import tile_wgmma_grouped
+
 PLAIN = Scheme(4, 32, "none")
 
 
@@ -38,6 +40,18 @@ def taken(tokens, capability, act="silu", capturing=False):
 )
 def test_many_tokens_are_grouped_where_a_kernel_can(capability, act, wanted):
     assert [taken(tokens, capability, act) for tokens in (1, 3, 200)] == wanted
+
+
+def test_wide_experts_are_grouped_from_64_slots_on():
+    def kernel(tokens, width, bits=4, experts=256):
+        s = Scheme(bits, 64, "none")
+        facts = (2 * width, 128, s, "tile"), (128, width, s, "tile")
+        return mixture.choice(ExpertsCall(tokens, experts, *facts, 8, "silu", torch.float16, "cuda", (9, 0)))[0].name
+
+    assert [kernel(8, 1408), kernel(7, 1408), kernel(8, 768), kernel(8, 1408, 8)] == [GROUPED, EACH, EACH, EACH]
+    assert kernel(8, 1408, experts=512) == EACH
+    assert [tile_wgmma_grouped.block(n, 128, wide=True) for n in (64, 512, 640)] == [8, 8, 16]
+    assert tile_wgmma_grouped.block(64, 128) == 16
 
 
 def test_a_recording_takes_the_operations_that_can_be_recorded_for_many_tokens():

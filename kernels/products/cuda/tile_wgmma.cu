@@ -15,10 +15,10 @@
 //           BUFFERS = 2 it unpacks the next batch meanwhile. From 128 rows of x on, products stay in flight from step to step
 //           (ACROSS). With fewer, a step ends by a wait and its last two batches overlap: ptxas then keeps the sums of two
 //           groups in different registers, and the loop has no moves.
-// EXACT     For fp16, few rows of x and groups of whole 128 k. A code in the low mantissa bits is the subnormal number code *
-//           2^(p - 24); one half2 fma makes it (code - zero) / 1024, and the scale is applied to a group's fp32 sum. 16 x 128
-//           weights of 2 bits take 118 instructions instead of 165, and the error is 2.5e-4 instead of 4.0e-4, as nothing is
-//           rounded twice.
+// EXACT     For fp16, few rows of x and groups of whole 128 k (up to 16 rows: of 64). A code in the low mantissa bits is the
+//           subnormal number code * 2^(p - 24); one half2 fma makes it (code - zero) / 1024, and the scale is applied to a
+//           group's fp32 sum. 16 x 128 weights of 2 bits take 118 instructions instead of 165, and the error is 2.5e-4 instead
+//           of 4.0e-4, as nothing is rounded twice.
 // FORM      0: no zeros. 1: zeros. Others (book.cuh): values from a table, multiplied by their scales as halves; the scheme may
 //           store those as bytes. A warp holds the table or the factor of its row tile in shared memory; there is one per
 //           table_rows rows of W (0: one for all). The factor, `unit`, is applied to the final sums.
@@ -28,8 +28,9 @@
 // Cache     Weights that are read once (up to 32 rows of x; 8 bits: 128) leave L2 first: 22.4 us instead of 24.6 (28672 x 4096,
 //           M 16). With BLOCKS_PER_SM > 1, the next kernel's first stages load while this one writes its last sums.
 // GROUPED   W is many weights of N rows, `next` row tiles apart, and each tile of x has one of them, experts[tile of x]: a
-//           mixture's products, with rows of x sorted by expert; bias is (E, N). Tiles from row *valid on are left alone. Both
-//           come from memory that the previous kernel may have written.
+//           mixture's products, with rows of x sorted by expert; bias is (E, N). Rows from *valid on are left alone. Both come
+//           from memory that the previous kernel may have written. An expert's words leave L2 first, as most experts have one
+//           tile of x. `whole` is 0 if blocks shall divide the last tiles; how many, the device decides.
 // Limits    K a multiple of 8. With WARPGROUPS_K > 1, STAGES is a multiple of WARPGROUPS_K and at least twice it, and the steps
 //           of a tile are a multiple of it, or there is one tile per block. So a stage always goes to the same warpgroups; one
 //           that missed a phase of its barrier would take an old phase for the next. Divided tiles: at least one span per
@@ -137,7 +138,8 @@ struct WgmmaThread : WgmmaArguments {
     // ---- a consumer's step
     static constexpr int BATCHES = BLOCK_K / 16 / BATCH;  // a batch: BATCH fragments of 16 k that go to wgmma together
     static constexpr int SPAN = GROUP ? gcd(GROUP ? GROUP : 1, BLOCK_K) : BLOCK_K;  // k of a step that surely share a group
-    static constexpr bool EXACT = !TABLE && T == FP16 && BLOCK_M <= 32 && SPAN % 128 == 0;
+    static constexpr bool EXACT =
+        !TABLE && T == FP16 && (BLOCK_M <= 32 && SPAN % 128 == 0 || BLOCK_M <= 16 && SPAN % 64 == 0 && SPAN >= 16 * BATCH);
     static constexpr bool ACROSS = BLOCK_M >= 128;
     // 8-bit codes of small scales need no magic: 319 us instead of 333 (28672 x 4096, M 1024), because they take less power. M
     // <= 64 waits for memory.
@@ -183,6 +185,15 @@ struct WgmmaThread : WgmmaArguments {
 
     // ------------------------------------------------------------------------------------------------- which tiles
     // These are computed where they are needed: kept from the start on, they take registers next to the sums.
+    // GROUPED: only the device knows how many tiles there are. If the launch asks for it (`whole` is 0), one to two tiles a
+    // block are divided, unless some blocks would have none of their steps.
+    __device__ __forceinline__ void find_valid() {
+        M = *valid;
+        const int tiles = M / BLOCK_M * ((N + 64 * WARPGROUPS_N - 1) / (64 * WARPGROUPS_N)), turns = tiles / teams;
+        const int undivided = turns > 1 ? (turns - 1) * teams : 0;
+        const bool divides = whole == 0 && tiles % teams && (tiles - undivided) * (steps / WARPGROUPS_K) >= teams;
+        whole = divides ? undivided : tiles;
+    }
     __device__ __forceinline__ int divided_spans() const {  // spans of all tiles that blocks divide
         const int all = (M + BLOCK_M - 1) / BLOCK_M * ((N + 64 * WARPGROUPS_N - 1) / (64 * WARPGROUPS_N));
         return (all - whole) * (steps / WARPGROUPS_K);
@@ -222,7 +233,7 @@ struct WgmmaThread : WgmmaArguments {
         for (int u = 0; u < CHUNKS; u++) {
             const u32 to = words + u * CHUNK_BYTES;
             const int from = (c * CHUNKS + u) * L::WORDS;
-            if (ONCE && M <= BLOCK_M) tensor_load_once(to, words_map, from, row, barrier);
+            if (ONCE && (GROUPED || M <= BLOCK_M)) tensor_load_once(to, words_map, from, row, barrier);
             else tensor_load(to, words_map, from, row, barrier);
         }
         const int g = GROUP == 0 ? 0 : c * BLOCK_K / (GROUP ? GROUP : 1);
@@ -568,6 +579,7 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
         registers_down<Thread::KEPT>();
         if (threadIdx.x == 0) {
             int s = 0, round = 0, early = 0;
+            if (GROUPED) previous_grid_wait(), thread.find_valid();
             Pieces<WARPGROUPS_K> piece = thread.pieces();
             bool more = piece.next();
             if (more && !GROUPED) {  // weights do not depend on the previous kernel, x does
@@ -575,10 +587,9 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                 for (; early < STAGES && early < piece.part; early++)
                     thread.load_weights(early, piece.begin + early, at.n_tile * Thread::TILES);
             }
-            previous_grid_wait();
+            if (!GROUPED) previous_grid_wait();
             for (; more; more = piece.next()) {
                 const Place at = thread.place(piece.tile);
-                if (GROUPED && at.m0 >= *valid) continue;
                 const int row = thread.first_row(at);
                 for (int c = 0; c < piece.part; c++) {
                     if (early > 0) early--;
@@ -599,6 +610,7 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     registers_up<Thread::CONSUMER_REGISTERS>();
     previous_grid_wait();
     next_grid_launch();
+    if (GROUPED) thread.find_valid();
     typename Thread::Masks masks;
     thread.start_consumer(masks, mask);
     typename Thread::Sums acc;
@@ -607,10 +619,6 @@ tile_wgmma(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     Pieces<WARPGROUPS_K> piece = thread.pieces();
     for (int before = 0; piece.next(); before += piece.part) {  // before: steps of earlier pieces
         const Place at = thread.place(piece.tile);
-        if (GROUPED && at.m0 >= *valid) {
-            before -= piece.part;
-            continue;
-        }
 #pragma unroll
         for (int i = 0; i < BLOCK_M / 2; i++) acc[i] = 0.f;
         if constexpr (Thread::TABLE) thread.read_table(thread.table_of(at));
