@@ -112,6 +112,24 @@ def draft_users() -> str:
     return table(("device", ">users", "load", ">tokens/s without", ">with", ">times", ">p99 ms without", ">with"), found)
 
 
+ORDERED = (("never", "ahead"), ("balance", "wait"), ("balance", "ahead"), ("always", "wait"), ("always", "ahead"))
+
+
+@part
+def draft_ahead() -> str:
+    """Tokens per second where passes are launched ahead of results or after them; means of all turns."""
+    found = []
+    for device in (d for d in DEVICES if (RESULTS / d / "draft_ahead.json").is_file()):
+        rows = [r for r in read(f"{device}/draft_ahead.json")["rows"] if "users" in r]
+        for users, load in sorted({(r["users"], r["load"]) for r in rows}):
+            of = [[r for r in rows if (r["users"], r["load"], r["mode"], r["order"]) == (users, load, *way)] for way in ORDERED]
+            mean = lambda some, what: sum(r[what] for r in some) / len(some)  # noqa: E731
+            speeds = [f"{mean(some, 'tokens_per_s'):,.0f}" if some else "" for some in of]
+            found.append((device, users, load, *speeds, *(f"{mean(some, 'p99_ms'):.1f}" if some else "" for some in of[:3])))
+    ways = (">tokens/s without", ">balance, after", ">balance, ahead", ">always, after", ">always, ahead")
+    return table(("device", ">users", "load", *ways, ">p99 ms without", ">after", ">ahead"), found)
+
+
 @part
 def draft_rows() -> str:
     """Milliseconds of steps by the number of their rows."""
