@@ -4,7 +4,9 @@ A drafter that knows the answer guesses it up to a random depth, then something 
 every depth, steps with drafts and without them in turn, each text its own number.
 """
 
+import math
 import random
+from itertools import accumulate, product
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +15,7 @@ from asking import Client, Free, alone, build, prompts
 
 from lowq_cli.engine.drafts.drafter import Guess
 from lowq_cli.engine.drafts.ngram import NGram
-from lowq_cli.serving.draft_budget import REMEMBERED, RUN, Answers, choose
+from lowq_cli.serving.draft_budget import GAIN, REMEMBERED, RUN, Answers, choose
 from lowq_cli.serving.draft_trials import Trials
 from lowq_cli.serving.http.answers import Answer
 from lowq_cli.serving.http.text import Writer
@@ -280,6 +282,28 @@ def test_the_pass_that_brings_the_most_is_chosen():
     assert choose([(1, sure), (2, sure)], 2, [4, 8], flat, 1.02) == {1: 3, 2: 3}
     assert choose([(1, doubtful)], 8, sizes, flat, 1.08) == {}
     assert choose([], 3, sizes, flat, 1.0) == {}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_other_numbers_of_drafts_bring_more_and_none_where_plain_passes_bring_as_much(seed):
+    """All numbers of drafts of three sequences are tried, with costs and chances at random."""
+    rng = random.Random(seed)
+    chances = [(i, [rng.choice([0.2, 0.5, 0.8, 0.95]) for _ in range(rng.randint(0, 3))]) for i in range(3)]
+    sizes, texts, plain_s = [4, 6, 8, 12], 3 + rng.randrange(2), 1.0
+    cost = dict(zip(sizes, accumulate([1.0] + [rng.choice([0.0, 0.05, 0.3, 0.8]) for _ in sizes[1:]]), strict=True))
+    gap = rng.choice([0.0, 0.2])
+    seconds = lambda rows: cost[rows] + gap  # noqa: E731
+
+    def rate(counts):
+        rows = texts + sum(counts)
+        right = sum(math.prod(each[: k + 1]) for (_, each), n in zip(chances, counts, strict=True) for k in range(n))
+        return (texts + right) / seconds(next(s for s in sizes if s >= rows)) if rows > texts else texts / plain_s
+
+    best = max(rate(counts) for counts in product(*(range(len(each) + 1) for _, each in chances)))
+    chosen = choose(chances, texts, sizes, seconds, plain_s)
+    found = rate([chosen.get(i, 0) for i in range(3)])
+    assert found == pytest.approx(best if chosen else texts / plain_s)
+    assert bool(chosen) == (best > GAIN * texts / plain_s)
 
 
 def test_earlier_answers_are_remembered_and_the_oldest_forgotten():
