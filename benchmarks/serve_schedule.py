@@ -15,20 +15,18 @@ import statistics
 from collections import defaultdict, deque
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from serve_load import LOADS, SEED, Answered, User, percentiles, plain, requests, users_of
 
 from lowq_cli.engine.state import BLOCK
-from lowq_cli.serving import continuous, token_budget
+from lowq_cli.serving import continuous, scheduler, token_budget
 from lowq_cli.serving.cache_groups import Group
 from lowq_cli.serving.cache_manager import CacheManager
-from lowq_cli.serving.continuous import MOST, ContinuousEngine
+from lowq_cli.serving.continuous import MOST
 from lowq_cli.serving.model_runner import RECORDED, TOTALS, ModelRunner, Piece
 from lowq_cli.serving.request import Request
 from lowq_cli.serving.scheduler import Scheduler, buckets
@@ -168,9 +166,6 @@ class Simulation:
         cache = CacheManager([Group()], [1 + CACHE // BLOCK], BLOCK, TOTALS[-1])
         self.client = client
         self.clock, self.scheduler = clock, Scheduler(cache, most, p.bucket)
-        engine: Any = SimpleNamespace(passes=p, scheduler=self.scheduler)  # what `_budget` asks
-        engine._load = partial(ContinuousEngine._load, engine)
-        self.engine = engine
         self.users: dict[int, User] = {}  # by their texts
         self.coming = [(gap * i, user, next(user)) for i, user in enumerate(users)]
         self.now = self.free = self.due = 0.0
@@ -187,7 +182,7 @@ class Simulation:
                 self.now = max(self.now, min(at for at, *_ in self.coming))
             self._take()
             if self._may_wait():
-                until = min(self.due - continuous.EARLY_S, min((at for at, *_ in self.coming), default=self.due))
+                until = min(self.due - scheduler.EARLY_S, min((at for at, *_ in self.coming), default=self.due))
                 self.now = max(self.now, until)
                 self._take()
             self._turn()
@@ -208,8 +203,10 @@ class Simulation:
         self.coming = [c for c in self.coming if c[0] > self.now]
 
     def _turn(self) -> None:
+        budget, load, riding = self.passes.token_budget, self.scheduler.load, self.passes.riding
         plan = self.scheduler.plan(
-            partial(ContinuousEngine._budget, self.engine), partial(ContinuousEngine._pauses, self.engine)
+            lambda high, waiting: budget.prompt_tokens(*load(high, waiting, riding(high))),
+            lambda high, waiting: budget.pauses(*load(high, waiting, riding(high))),
         )
         if plan is None:
             return self._land(0)
@@ -250,9 +247,9 @@ class Simulation:
 
 
 def change(settings: list[str]) -> None:
-    """Numbers of serving/token_budget.py and serving/continuous.py, as NAME=VALUE."""
+    """Numbers of serving/token_budget.py and serving/scheduler.py, as NAME=VALUE."""
     for name, value in (s.split("=") for s in settings):
-        where = next(m for m in (token_budget, continuous) if hasattr(m, name))
+        where = next(m for m in (token_budget, scheduler, continuous) if hasattr(m, name))
         setattr(where, name, float(value))
 
 
@@ -275,7 +272,7 @@ def main() -> None:
     names = ("SLACK", "SHORT", "CROWDED", "PACE", "READ", "HURRY", "HURRIED", "ADVANCE", "LONGEST_S", "PAUSE_S")
     found |= {name: getattr(token_budget, name) for name in names}
     found["prefer"] = args.prefer
-    found |= {"EARLY_S": continuous.EARLY_S, "fitted": fitted}
+    found |= {"EARLY_S": scheduler.EARLY_S, "fitted": fitted}
     found |= {"slot_ns": 1e9 * clock.slot, "mixed_ms": 1e3 * clock.mixed, "token_us": 1e6 * clock.token}
     trials = {
         f"users_{n}": (Simulation(clock, plain(n, requests(V, SEED + n)), args.gap / 1e3, args.prefer), COUNTS[n])

@@ -51,7 +51,6 @@ MOST = {"cuda": 128, "cpu": 8}  # default limit of sequences that run at once
 MOST_RUNNING = 1024
 LOOK = 16  # a GPU checks all logits for NaN every LOOK steps: NaN stays in the sequence's keys, so a later check finds it
 AHEAD = 1  # passes launched before the result of the oldest is read
-EARLY_S = 0.0015  # a pass is launched this many seconds before the last one ends: prompts that arrive until then join it
 SURE = 0.9  # fraction of a pass's expected seconds that is relied on: if it ends sooner, the device would be idle
 
 
@@ -375,11 +374,8 @@ class ContinuousEngine:
             self._reader.release()
 
     def _spare(self) -> float:
-        """Return the seconds that the next pass can wait for new prompts: until shortly before the pass on the device ends."""
-        s = self.scheduler
-        if not self._flights or s.waiting or s.reading or len(s.active) == len(s.running):
-            return 0.0
-        return self._due - EARLY_S - time.monotonic()
+        """Return the seconds that the next pass can wait for new prompts; 0.0 if no pass is on the device."""
+        return self.scheduler.spare(self._due, time.monotonic()) if self._flights else 0.0
 
     def _turn(self) -> None:
         """Launch one more pass, and read the results of the one before it."""
@@ -440,17 +436,10 @@ class ContinuousEngine:
         return self.device.type == "cpu" or not self._steps % LOOK
 
     def _budget(self, high: int, waiting: int) -> int:
-        return self.passes.token_budget.prompt_tokens(*self._load(high, waiting))
+        return self.passes.token_budget.prompt_tokens(*self.scheduler.load(high, waiting, self.passes.riding(high)))
 
     def _pauses(self, high: int, waiting: int) -> bool:
-        return self.passes.token_budget.pauses(*self._load(high, waiting))
-
-    def _load(self, high: int, waiting: int) -> tuple[int, int, int, int, int, bool]:
-        """Return the arguments of a TokenBudget for a pass in which the first `high` rows step."""
-        p, s = self.passes, self.scheduler
-        running = sum(t is not None for t in s.running) if high else 0  # 0: no sequence steps in this pass
-        texts = running + len(s.reading) + len(s.waiting)
-        return p.bucket(min(texts, len(s.running))), p.riding(high), waiting, running, texts, s.adapted
+        return self.passes.token_budget.pauses(*self.scheduler.load(high, waiting, self.passes.riding(high)))
 
     def _write(self, plan: StepPlan, drafted: bool) -> None:
         """Send the plan's changes to the device. drafted: whether the pass checks drafts; such passes take no order."""

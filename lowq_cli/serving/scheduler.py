@@ -17,6 +17,7 @@ from lowq_cli.serving.fairness import Turns
 from lowq_cli.serving.sequence import Sequence
 
 READERS = 32  # max. prompts prefilled at once: with 16, the last of 128 prompts of 60 tokens waits an eighth longer
+EARLY_S = 0.0015  # a pass is launched this many seconds before the last one ends: prompts that arrive until then join it
 GIVES_WAY = 8  # steps between two checks whether a running sequence should give way to a waiting one
 
 
@@ -76,6 +77,18 @@ class Scheduler:
     def adapted(self) -> bool:
         """Whether a sequence that is prefilled or runs has a LoRA adapter."""
         return any(t.request.adapter for t in self.active)
+
+    def spare(self, due: float, now: float) -> float:
+        """The seconds that the next pass can wait for prompts: until shortly before `due`, when the pass on the device ends."""
+        if self.waiting or self.reading or len(self.active) == len(self.running):
+            return 0.0
+        return due - EARLY_S - now
+
+    def load(self, high: int, waiting: int, riding: int) -> tuple[int, int, int, int, int, bool]:
+        """The arguments of a TokenBudget for a pass in which the first `high` rows step, `riding` if padded."""
+        running = sum(t is not None for t in self.running) if high else 0  # 0: no sequence steps in this pass
+        texts = running + len(self.reading) + len(self.waiting)
+        return self.bucket(min(texts, len(self.running))), riding, waiting, running, texts, self.adapted
 
     @property
     def admits(self) -> bool:

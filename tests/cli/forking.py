@@ -69,6 +69,20 @@ def _console_script(*words: str) -> None:
     start.run()
 
 
+def fork(work: Callable[[], object]) -> int:
+    """A fork of this very process that calls `work`; its process id. Exit code 1 and the error on stderr if `work` fails."""
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        work()
+        code = 0
+    except BaseException as e:
+        os.write(2, repr(e).encode())
+    finally:  # the child must not run the tests after this one
+        os._exit(code)
+
+
 def script(code: str, *words: Any, **how: Any) -> subprocess.CompletedProcess:
     """As `python -c code words`; how: as `run` takes it."""
     return run(_script, code, *map(str, words), **how)

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+import forking
 import pytest
 import torch
 from folders import files
@@ -54,30 +56,26 @@ def count_calls(act):
 
 def run_and_die(folder, at):
     """Run in a child process that kills itself (SIGKILL) in the middle of its `at`-th change of the disk. True if it died."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            torch.set_num_threads(1)
 
-            def act(number, name, call, args):
-                if number != at:
-                    return call(*args)
-                if name == "pwrite":
-                    call(args[0], memoryview(args[1])[: len(args[1]) // 2], *args[2:])
-                if name == "write":
-                    call(args[0], args[1][: len(args[1]) // 2])
-                if at % 2 and name not in ("pwrite", "write"):
-                    with contextlib.suppress(OSError):  # what was to be removed may not be there
-                        call(*args)
-                os.kill(os.getpid(), signal.SIGKILL)
-                time.sleep(60)
+    def act(number, name, call, args):
+        if number != at:
+            return call(*args)
+        if name == "pwrite":
+            call(args[0], memoryview(args[1])[: len(args[1]) // 2], *args[2:])
+        if name == "write":
+            call(args[0], args[1][: len(args[1]) // 2])
+        if at % 2 and name not in ("pwrite", "write"):
+            with contextlib.suppress(OSError):  # what was to be removed may not be there
+                call(*args)
+        os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
 
-            count_calls(act)
-            list(run("demo", RECIPE, folder, shard_size=SHARD))
-            os._exit(0)
-        except BaseException as e:
-            os.write(2, repr(e).encode())
-            os._exit(1)
+    def work():
+        torch.set_num_threads(1)
+        count_calls(act)
+        list(run("demo", RECIPE, folder, shard_size=SHARD))
+
+    pid = forking.fork(work)
     _, status = os.waitpid(pid, 0)
     assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 0
     return os.WIFSIGNALED(status)
@@ -164,18 +162,13 @@ def test_a_full_disk_is_one_error_and_the_rerun_continues(tmp_path, undisturbed,
 
 
 def test_a_file_size_limit_reads_as_a_full_disk(tmp_path):
-    pid = os.fork()
-    if pid == 0:
-        import resource
-
+    def work():
         torch.set_num_threads(1)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
-        try:
+        with pytest.raises(DoesNotFitError):
             list(run("demo", RECIPE, tmp_path / "out"))
-        except DoesNotFitError:
-            os._exit(4)
-        os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 4
+
+    assert os.waitstatus_to_exitcode(os.waitpid(forking.fork(work), 0)[1]) == 0
     assert not (tmp_path / "out" / "config.json").exists()
 
 

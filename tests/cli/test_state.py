@@ -1,10 +1,11 @@
 """Unusual homes: none, a damaged record of the last checkpoint, a ~ of an unknown user."""
 
-import contextlib
 import json
 import os
+from functools import partial
 from pathlib import Path
 
+import forking
 import pytest
 import torch
 
@@ -84,11 +85,7 @@ def test_records_of_concurrent_processes_are_all_kept(tmp_path, monkeypatch):
     children = []
     for i in range(6):
         (tmp_path / str(i)).mkdir()
-        if not (pid := os.fork()):
-            with contextlib.suppress(BaseException):
-                state.remember(tmp_path / str(i))
-            os._exit(0)
-        children.append(pid)
+        children.append(forking.fork(partial(state.remember, tmp_path / str(i))))
     for pid in children:
         os.waitpid(pid, 0)
     assert sorted(k.checkpoint.name for k in state.known()) == list("012345")

@@ -1,11 +1,12 @@
 """Tables: what an entry answers for, when it is stale, how files survive, and that dispatch listens."""
 
-import contextlib
 import dataclasses
 import json
 import os
+from functools import partial
 from pathlib import Path
 
+import forking
 import pytest
 import torch
 
@@ -140,11 +141,7 @@ def test_other_versions_are_ignored_with_a_notice(tmp_path):
 def test_entries_written_by_concurrent_processes_are_all_kept(tmp_path):
     path, children = tmp_path / tuning_file.FILE, []
     for M in range(1, 7):
-        if not (pid := os.fork()):
-            with contextlib.suppress(BaseException):
-                tuning_file.write_file(path, HERE, [entry(M)])
-            os._exit(0)
-        children.append(pid)
+        children.append(forking.fork(partial(tuning_file.write_file, path, HERE, [entry(M)])))
     for pid in children:
         os.waitpid(pid, 0)
     assert [e["M"] for m in tuning_file.read_file(path) for e in m["entries"]] == [1, 2, 3, 4, 5, 6]

@@ -16,11 +16,10 @@ from lowq_cli.engine.state import BLOCK
 from lowq_cli.serving.batch_state import BatchState
 from lowq_cli.serving.cache_groups import Group
 from lowq_cli.serving.cache_manager import CacheManager
-from lowq_cli.serving.continuous import EARLY_S
 from lowq_cli.serving.engines import engine_of
 from lowq_cli.serving.model_runner import RIDING
 from lowq_cli.serving.request import Request
-from lowq_cli.serving.scheduler import READERS, Scheduler, buckets
+from lowq_cli.serving.scheduler import EARLY_S, READERS, Scheduler, buckets
 from lowq_cli.serving.sequence import Sequence
 from lowq_cli.serving.token_budget import TokenBudget
 
@@ -242,25 +241,11 @@ def test_short_prompts_are_read_first_and_a_long_one_waits_for_a_bounded_time():
     assert read[first : first + 600] == [0] * 600
 
 
-class Passing:
-    """A pass on a device, as `_spare` asks for it."""
-
-
-def test_a_pass_is_launched_shortly_before_the_one_before_it_ends(model, monkeypatch):
-    monkeypatch.setattr("lowq_cli.serving.continuous.time.monotonic", lambda: 10.0)
-    engine = Client(model, running=2).engine
-    try:
-        engine._due = 10.0 + 0.004
-        assert engine._spare() == 0  # nothing is on the device
-        engine._flights.append(Passing())
-        assert engine._spare() == pytest.approx(0.004 - EARLY_S)
-        engine.scheduler.waiting.append("somebody")
-        assert engine._spare() == 0
-        engine.scheduler.waiting.clear()
-        engine.scheduler.running = ["somebody", "somebody else"]
-        assert engine._spare() == 0  # no request could come
-        engine.scheduler.running = [None, None]
-    finally:
-        engine._flights.clear()
-        monkeypatch.undo()
-        engine.stop(0)
+def test_a_pass_waits_for_prompts_until_shortly_before_the_one_before_it_ends():
+    s = Scheduler(CacheManager([Group()], [100], BLOCK, 64), 2, lambda n: n)
+    assert s.spare(10.004, 10.0) == pytest.approx(0.004 - EARLY_S)
+    s.waiting.append("somebody")
+    assert s.spare(10.004, 10.0) == 0
+    s.waiting.clear()
+    s.running = ["somebody", "somebody else"]
+    assert s.spare(10.004, 10.0) == 0  # no request could come

@@ -1,7 +1,5 @@
 """How long passes may take: a bound on every wait, whatever comes, and prompts that are read as fast as they come."""
 
-from types import SimpleNamespace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +7,6 @@ from hypothesis import strategies as st
 from lowq_cli.engine.state import BLOCK
 from lowq_cli.serving.cache_groups import Group
 from lowq_cli.serving.cache_manager import CacheManager
-from lowq_cli.serving.continuous import ContinuousEngine
 from lowq_cli.serving.model_runner import TOTALS, ModelRunner, Piece
 from lowq_cli.serving.request import Request
 from lowq_cli.serving.scheduler import Scheduler, buckets
@@ -38,8 +35,6 @@ class Engine:
             for rows in TOTALS:
                 runner.token_budget.note(steps, rows, seconds(rows))
         self.scheduler = Scheduler(CacheManager([Group()], [4000], BLOCK, TOTALS[-1]), ROWS, runner.bucket)
-        self.engine = SimpleNamespace(passes=runner, scheduler=self.scheduler)
-        self.engine._load = lambda *a: ContinuousEngine._load(self.engine, *a)
         self.runner, self.now, self.read, self.number = runner, 0.0, 0, 0
         self.admissions = []
         self.admitted, self.waits, self.last, self.lengths, self.firsts, self.came = {}, [], {}, [], [], {}
@@ -52,9 +47,12 @@ class Engine:
 
     def turn(self):
         """One pass, seen at once."""
-        s, engine = self.scheduler, self.engine
+        s, runner, budget = self.scheduler, self.runner, self.runner.token_budget
         before = {t.number: len(t.tokens) - t.computed for t in s.reading}
-        plan = s.plan(lambda *a: ContinuousEngine._budget(engine, *a), lambda *a: ContinuousEngine._pauses(engine, *a))
+        plan = s.plan(
+            lambda *a: budget.prompt_tokens(*s.load(*a, runner.riding(a[0]))),
+            lambda *a: budget.pauses(*s.load(*a, runner.riding(a[0]))),
+        )
         for text in {*(t for t, *_ in plan.pieces), *s.reading}:  # also again, after it gave way to another
             if text.number not in before:
                 self.admitted[text.number] = self.read, sum(before.values()), len(text.tokens)
