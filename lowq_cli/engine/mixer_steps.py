@@ -83,8 +83,8 @@ class Attend(Step):
         return h.HQ, h.HKV, h.D, h.window > 0, h.q_norm is None, h.sinks is None, h.beyond, self.rope and self.rope.dims
 
     def run(self, f: Frame) -> None:
-        held = f.state[self.index]
-        assert isinstance(held, KeyValues)
+        state = f.state[self.index]
+        assert isinstance(state, KeyValues)
         heads = self.in_fp8 if getattr(self.layer, "act", "none") == "fp8" else self.heads
         tables = f.batch.angles[self.rope or heads.D]
         if self.rope is not None and (of_pictures := f.batch.tables_of(self.rope)) is not None:
@@ -92,7 +92,7 @@ class Attend(Step):
             facts, heads = self.apart
             f.y, _ = f.ops.prepare(f.y, facts, f.batch.pictures.numbers, *of_pictures)
             tables = f.batch.angles[heads.D]
-        f.y = f.batch.attend(f.y, held, tables, heads, self.whole)
+        f.y = f.batch.attend(f.y, state, tables, heads, self.whole)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,9 +105,9 @@ class PreparedAttend(Attend):
         return (*super().compiled_for(), *self.prepare.compiled_for())
 
     def run(self, f: Frame) -> None:
-        held, facts = f.state[self.index], self.prepare.facts
-        assert isinstance(held, KeyValues)
-        y = f.batch.attend_prepared(f.y, facts, held, self.prepare.rope, self.heads)
+        state, facts = f.state[self.index], self.prepare.facts
+        assert isinstance(state, KeyValues)
+        y = f.batch.attend_prepared(f.y, facts, state, self.prepare.rope, self.heads)
         if y is not None:
             f.y = y
             return
@@ -122,12 +122,12 @@ class AttendBlock(Attend):
     """Attention of a block's rows: each attends up to the position in the kept "until" (M,), or up to itself without it."""
 
     def run(self, f: Frame) -> None:
-        held, tables, h = f.state[self.index], f.batch.angles[self.heads.D], self.heads
-        assert isinstance(held, KeyValues)
+        state, tables, h = f.state[self.index], f.batch.angles[self.heads.D], self.heads
+        assert isinstance(state, KeyValues)
         q, until = f.y[:, : h.HQ * h.D], f.kept.get("until")
-        f.y = f.batch.attend(f.y, held, tables, h)  # writes the keys and values of all rows; the next line then attends
+        f.y = f.batch.attend(f.y, state, tables, h)  # writes the keys and values of all rows; the next line then attends
         if until is not None:
-            f.y = replace(f.batch, pos=until).attend(q.contiguous(), held, tables, replace(h, writes=False))
+            f.y = replace(f.batch, pos=until).attend(q.contiguous(), state, tables, replace(h, writes=False))
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,9 +150,9 @@ class AttendLatent(Step):
         return {"q": self.facts.heads * (self.facts.nope + self.facts.rotated)}
 
     def run(self, f: Frame) -> None:
-        held = f.state[self.index]
-        assert isinstance(held, KeyValues)
-        f.y = f.batch.latent(f.kept.pop("q"), f.y, held, f.batch.angles[self.rope], self.facts)
+        state = f.state[self.index]
+        assert isinstance(state, KeyValues)
+        f.y = f.batch.latent(f.kept.pop("q"), f.y, state, f.batch.angles[self.rope], self.facts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,6 +172,6 @@ class Recur(Step):
         return self.out
 
     def run(self, f: Frame) -> None:
-        held = f.state[self.index]
-        assert isinstance(held, States)
-        f.y = f.batch.recur(f.y, self.facts, held, self.out)
+        state = f.state[self.index]
+        assert isinstance(state, States)
+        f.y = f.batch.recur(f.y, self.facts, state, self.out)

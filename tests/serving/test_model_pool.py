@@ -603,9 +603,9 @@ def text_of(server, model, **more):
 @pytest.mark.slow
 def test_none_is_lost_and_none_is_mixed_up():
     """As tests/fuzz/swaps.py does with 2,000 requests."""
-    done = subprocess.run([sys.executable, SCRIPT, "--requests", "12", "--users", "8"], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, SCRIPT, "--requests", "8", "--users", "6"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(done.stdout)["counts"]["answers"] > 6
+    assert json.loads(done.stdout)["counts"]["answers"] > 4
 
 
 @pytest.mark.slow
