@@ -3,32 +3,28 @@
 Python runs one thread of a process at a time. With the event loop and the engine's thread in one process, an 8B on an H200
 served 128 users 9,020 tokens/s over HTTP instead of the engine's 10,330, and 64 users 7,800 instead of 8,490: while answers
 were written as JSON, the next pass was launched late. Therefore the main process answers HTTP, without torch, and starts
-another process that loads the model and computes. The pipe between them carries requests, and once a step all their tokens.
+another process that loads the model and computes (engine_server.py). The pipe between them carries requests, and once a step
+all their tokens.
 
 If the engine's process dies, every open request ends with an error that says so. It ends itself when the main process is gone.
 """
 
-import os
-import pickle
 import queue
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing import get_context, resource_tracker
-from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any
 
-from lowq_cli.serving.large_messages import Part, parts, receive, write
+from lowq_cli.serving.engine_server import BEAT_S, Made, compute
+from lowq_cli.serving.large_messages import Part, parts, write
 from lowq_cli.serving.measurements import Measurements
-from lowq_cli.serving.request import Busy, Done, Engine, Event, Limits, Mask, Request, Sink, Stats, check, failed
-from lowq_packers.errors import LowqError, UnsupportedError, log_error, one_line
+from lowq_cli.serving.request import Busy, Done, Event, Limits, Request, Sink, Stats, check
+from lowq_packers.errors import LowqError, UnsupportedError
 
-FRESH_S = 0.25  # max. age of Stats in seconds while no token comes
-BEAT_S = 1.0  # max. seconds between two messages of a working engine process
 SILENT_S = 10.0  # seconds without a message after which clients learn that the process is stopped or starved
 STUCK_S = 60.0  # seconds without a step that mean a hung device; on a slow CPU, a piece of a prompt can take seconds
 LOST_S = 60.0  # seconds in a silent or stuck state after which open requests end with an error
@@ -36,14 +32,6 @@ HUNG_S = 180  # seconds without a sign of life after which a load fails; imports
 ENDS_S = 10.0  # seconds that the process has to end by itself
 KEEPS_S = 30.0  # seconds that the process has to end if it first copies its cache to host memory
 OURS = {signal.SIGINT, signal.SIGTERM}  # handled by the main process only: a terminal or systemd sends them to both processes
-
-
-class Made(NamedTuple):
-    """The result of `make`: an engine not started yet, a function from recipes to masks, and an object for the main process."""
-
-    engine: Engine
-    mask: Callable[[str], Mask]
-    facts: Any
 
 
 class ProcessEnded(LowqError):
@@ -60,7 +48,7 @@ class Standby:
     def __init__(self, first: Callable[..., object] | None = None, *given: Any) -> None:
         context = get_context("spawn")  # not "fork", which is unsafe in a process with threads or a CUDA context
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_compute, args=(theirs, first, given), name="lowq-engine")
+        self.process = context.Process(target=compute, args=(theirs, first, given), name="lowq-engine")
         with _held_back():
             self.process.start()
         theirs.close()
@@ -159,7 +147,7 @@ class ApartEngine:
         return self.kept
 
     def stats(self) -> Stats:
-        """Return the engine's counts as of its last step, or FRESH_S ago; waiting requests are counted here."""
+        """Return the engine's counts as of its last step, or `engine_server.FRESH_S` ago; waiting requests are counted here."""
         waiting = max(0, len(self._open) - self._stats.running)
         return replace(self._stats, waiting=waiting, stalled=self._stalled())
 
@@ -281,136 +269,3 @@ def _held_back() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _compute(pipe: Connection, first: Callable[..., object] | None, before: tuple[Any, ...]) -> None:
-    """Run the engine: the main function of its process."""
-    here = _Here(pipe)
-    try:
-        if first is not None:
-            first(*before)
-        make, given = receive(pipe)
-        here.send("began")
-        here.run(make, given)
-    except EOFError:  # a standby process that was not needed
-        pass
-    except Exception as e:  # any error: the main process raises it
-        here.fail(e)
-    os._exit(0)  # skips the teardown of torch's modules and CUDA's context, which takes 1.3 to 1.8 s
-
-
-class _Here:
-    """The engine's side of the pipe."""
-
-    def __init__(self, pipe: Connection) -> None:
-        self.pipe = pipe
-        self.lock = threading.Lock()  # for sending and `numbers`: a request's first event may come before `submit` returns
-        self.numbers: dict[int, int] = {}  # the engine's request number -> the main process's
-        self.shown, self.started, self.spoke = Stats(), False, time.monotonic()
-
-    def run(self, make: Callable[..., Made], given: tuple[Any, ...]) -> None:
-        """Make the engine, and serve the messages of the pipe until it is closed."""
-        threading.Thread(target=self.beat, name="lowq-engine-beats", daemon=True).start()
-        self.engine, self.mask, handle = make(*given)
-        e = self.engine
-        self.send("made", handle, e.name, e.reason, e.limits, e.vocabulary)
-        try:
-            while True:
-                came = self.pipe.poll(FRESH_S if self.started else None)
-                if self.started:
-                    self.refresh(came)
-                if not came:
-                    continue
-                what, *rest = receive(self.pipe)
-                if what == "stop":
-                    e.stop(0)
-                    if rest[0]:
-                        try:
-                            self.send(None, e.keep(), "")
-                        except Exception as why:  # such as too little memory for the copy: prompts are then prefilled again
-                            log_error("blocks of the cache are not kept", why)
-                    return
-                getattr(self, what)(*rest)
-        except (EOFError, ConnectionResetError):
-            return
-        finally:
-            e.stop(0)
-
-    def start(self) -> None:
-        """Do what Engine.start does."""
-        self.engine.start(self.sink, lambda n, of: self.send("done", n, of))
-        with self.lock:  # no beat comes after it
-            self._send("started", self.engine.reason, self.engine.measurements)
-            self.started = True
-
-    def beat(self) -> None:
-        """Send a sign of life each BEAT_S until the engine has started."""
-        while not self.started:
-            with self.lock:
-                if not self.started:
-                    self._send("beat")
-            time.sleep(BEAT_S)
-
-    def submit(self, number: int, request: Request, recipe: str | None) -> None:
-        """Submit a request as Engine.submit does, but send a refusal as an event."""
-        try:
-            whole = request if recipe is None else replace(request, mask=self.mask(recipe))
-            with self.lock:
-                self.numbers[self.engine.submit(whole)] = number
-        except Exception as e:  # an error of its grammar or its settings: only this request ends with it
-            self.tell([(number, failed(e))])
-
-    def cancel(self, number: int) -> None:
-        """Do what Engine.cancel does."""
-        with self.lock:
-            own_number = next((o for o, n in self.numbers.items() if n == number), None)
-        if own_number is not None:
-            self.engine.cancel(own_number)
-
-    def refresh(self, busy: bool) -> None:
-        """Send the engine's stats if they have changed, and a sign of life."""
-        if time.monotonic() > self.spoke + BEAT_S or (not busy and self.engine.stats() != self.shown):
-            self.tell([])
-
-    def sink(self, batch: list[tuple[int, Event]]) -> None:
-        """Send the engine's events of one step, under the main process's request numbers: the engine's Sink."""
-        with self.lock:
-            named = [(self.numbers[n], e) for n, e in batch]
-            for n, e in batch:
-                if e.finish_reason:
-                    del self.numbers[n]
-            self._tell(named)
-
-    def tell(self, batch: list[tuple[int, Event]]) -> None:
-        """Send events, under the main process's request numbers."""
-        with self.lock:
-            self._tell(batch)
-
-    def _tell(self, batch: list[tuple[int, Event]]) -> None:
-        """Send events together with the engine's stats; most events are just a token and are sent in a shorter form."""
-        self.shown, self.spoke = self.engine.stats(), time.monotonic()
-        self._send([(n, e.token if _plain(e) else e) for n, e in batch], self.shown, self.engine.closed)
-
-    def send(self, *message: Any) -> None:
-        """Send a message to the main process."""
-        with self.lock:
-            self._send(*message)
-
-    def _send(self, *message: Any) -> None:
-        with suppress(OSError):  # the main process is gone, which `run` will notice
-            self.pipe.send(message)
-
-    def fail(self, why: Exception) -> None:
-        """Send the error that prevented the engine, with the traceback that LOWQ_DEBUG shows."""
-        try:
-            pickle.loads(pickle.dumps(why))
-        except Exception as e:  # the class of `why` defines its pickling, which failed: send only its text
-            log_error("an error that cannot be pickled", e)
-            why = LowqError(f"{type(why).__name__}: {one_line(why)}")
-        why.add_note(traceback.format_exc())
-        self.send("failed", why)
-
-
-def _plain(e: Event) -> bool:
-    """Return whether an event has a token and nothing else."""
-    return e.finish_reason is None and e.logprob is None and not e.cached and e.read is None

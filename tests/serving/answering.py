@@ -5,7 +5,7 @@ import os
 import torch
 
 from lowq_cli.engine.open_model import ready
-from lowq_cli.serving.engine_process import Made
+from lowq_cli.serving.engine_server import Made
 from lowq_cli.serving.engines import engine_of
 from lowq_cli.serving.request import allow
 from lowq_packers.errors import UsageError

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from saying import byte_tokenizer
 
-from lowq_cli.serving.engine_process import Made
+from lowq_cli.serving.engine_server import Made
 from lowq_cli.serving.http import loading
 from lowq_cli.serving.http.served_model import Facts
 from lowq_cli.serving.request import Event, Limits, Stats

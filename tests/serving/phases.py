@@ -9,7 +9,7 @@ from counting import Counting
 from saying import byte_tokenizer
 
 from lowq_cli.serving.catalog import Offer
-from lowq_cli.serving.engine_process import Made
+from lowq_cli.serving.engine_server import Made
 from lowq_cli.serving.http import loading
 from lowq_cli.serving.http.served_model import Facts
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from lowq_cli import console, hf, state
 from lowq_cli.serving.catalog import Offer
-from lowq_cli.serving.engine_process import ApartEngine, DiedIdle, Made, Standby
+from lowq_cli.serving.engine_process import ApartEngine, DiedIdle, Standby
+from lowq_cli.serving.engine_server import Made
 from lowq_cli.serving.host_memory import HostMemory, Kept, Lent
 from lowq_cli.serving.http.metrics import Roofline
 from lowq_cli.serving.measurements import Measurements
