@@ -256,8 +256,7 @@ class Calibration:
         (name,), given = names, self.file.given(names[0]).to(self.device)
         W = layer.matrix(name, layer.original)
         result.before.append(_output_error(W, given.dequantize(), moments.second))
-        if moments.tokens >= FEW_TOKENS or self.items[name].kind != "expert":
-            given = better(W, given, moments)
+        given = better(W, given, moments)
         result.errors.append(_output_error(W, given.dequantize(), moments.second))
         result.tensors |= self._kept(layer, name, given)
 
@@ -268,16 +267,10 @@ class Calibration:
         dtype = _dtype(item.outputs[1][1].dtype)
         parts = [layer.matrix(n, layer.original) for n in names]
         W = torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
-        if moments.tokens < FEW_TOKENS and item.kind == "expert":
-            method = quantizers.default_method(item.scheme.bits, item.scheme.group_size, item.scheme.zero)
-            why = f"{method}, because {moments.tokens} tokens of the calibration text reach this expert"
-            result.notes |= dict.fromkeys(names, why)
-            q = quantizers.get(method)(W, item.scheme, dtype)
-        else:
-            sides = self._sides(names, [len(p) for p in parts])
-            q = quantizers.get(str(item.method))(W, item.scheme, dtype, moments, **sides)
-            if item.scheme.scale != "float":
-                q = better(W, GivenCodes(q), moments).q
+        sides = self._sides(names, [len(p) for p in parts])
+        q = quantizers.get(str(item.method))(W, item.scheme, dtype, moments, **sides)
+        if item.scheme.scale != "float":
+            q = better(W, GivenCodes(q), moments).q
         at = 0
         for name, part in zip(names, parts, strict=True):
             rows, at = q.rows(at, at + len(part)), at + len(part)

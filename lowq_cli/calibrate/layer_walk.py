@@ -1,7 +1,8 @@
 """One decoder layer under calibration: its original and its quantized weights, and the inputs of its linears with either.
 
 A stage is a set of linears that share an input and are quantized together. Stages come in the order in which they run, and each
-is measured with the stages before it quantized. The experts of a mixture come one by one, each with the tokens that visit it.
+is measured with the stages before it quantized. The experts of a mixture come one by one, each with the tokens that visit it;
+one that few tokens visit also gets tokens of the others.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,13 @@ from torch import nn
 from lowq_cli.hf.expert_kinds import DOWN, Kind, between, kind_of
 from lowq_cli.hf.layers import Others, Spot, following, run
 from lowq_cli.quantizers.gptq import Moments
+
+# Tokens per input of a matrix up to which an expert gets tokens that do not visit it, evenly spaced, besides those that do, and
+# the number of tokens up to which it gets them. Inputs of a layer's experts are correlated alike, so others' tokens show an
+# expert's correlations better than few of its own. A mixture upcycled from story, 2 bits g64, squared output error over lsq's
+# on the expert's tokens of another text, with 0 / 32 / 128 tokens of its own: gate and up 0.77 / 0.75 / 0.72, without others'
+# 1 / 0.88 / 0.78; down 0.76 / 0.75 / 0.73, without 1 / 0.90 / 0.79. From 4 tokens per input on, others' change nothing.
+FILLED, MOST_FILLED = 4, 4096
 
 Weights = Mapping[str, torch.Tensor]  # parameter's name in the layer -> its values
 Hidden = list[torch.Tensor]  # one (windows, T, K) per batch
@@ -164,16 +172,16 @@ class Layer:
         up, down = (f"{module}.{leaf}" for leaf in self._kind(module).stacks)
         for expert in self.experts(names):
             mine = _visitors(visits, expert)
-            x, quant = clean[mine], seen[mine]
             for path in (up, down):
                 chosen = [n for n in names if self.spots[n].cut.expert == expert and self.spots[n].path == path]
-                if chosen:
-                    yield Stage(chosen, _add(None, x, quant))
-                if path == up:
-                    x, quant = (
-                        self._inside(module, expert, x, self.original),
-                        self._inside(module, expert, quant, self.quantized),
-                    )
+                if not chosen:
+                    continue
+                at = _filled(mine, len(seen), self.matrix(chosen[0], self.original).shape[1])
+                x, quant = clean[at], seen[at]
+                if path == down:
+                    x = self._inside(module, expert, x, self.original)
+                    quant = self._inside(module, expert, quant, self.quantized)
+                yield Stage(chosen, _add(None, x, quant))
 
     def experts(self, names: list[str]) -> list[int]:
         """The indices of the experts that the named matrices belong to."""
@@ -233,6 +241,18 @@ class _Reached(Exception):
 def _visitors(visits: torch.Tensor, expert: int) -> torch.Tensor:
     """The indices of the tokens that visit an expert."""
     return visits.eq(expert).any(-1).nonzero().squeeze(-1)
+
+
+def _filled(mine: torch.Tensor, tokens: int, K: int) -> torch.Tensor:
+    """The indices of an expert's tokens, and of others where a matrix of K inputs has fewer than FILLED tokens per input."""
+    count = min(FILLED * K, MOST_FILLED) - len(mine)
+    if count <= 0:
+        return mine
+    other = torch.ones(tokens, dtype=torch.bool, device=mine.device)
+    other[mine] = False
+    rest = other.nonzero().squeeze(-1)
+    spaced = torch.linspace(0, len(rest) - 1, min(count, len(rest)), device=mine.device).round().long()
+    return torch.cat([mine, rest[spaced]])
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:

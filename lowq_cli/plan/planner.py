@@ -76,11 +76,6 @@ def make_plan(source: Source, recipe: Recipe, shard_size: int = SHARD_SIZE) -> P
     if not any(i.scheme for i in items):
         raise UnsupportedError(f"nothing to quantize in {source.name}{_why_nothing(items)}")
     notes += _merged(i for i in items if i.note and (i.scheme or i.note.startswith("K=")))
-    if any(i.kind == "expert" and i.method and quantizers.needs_text(i.method) for i in items):
-        notes.append(
-            f"an expert that fewer than {quantizers.FEW_TOKENS} tokens of the calibration text reach is quantized without it; "
-            f"the run and lowq_report.json name those"
-        )
     untie = any(i.kind == "head" and i.scheme for i in items)
     shards = assign(items, shard_size)
     plan = Plan(source.name, recipe, tuple(items), shards, source.nbytes, untie, tuple(notes), ())

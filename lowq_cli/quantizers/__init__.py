@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lowq_packers.qtensor import QuantizedTensor
     from lowq_packers.scheme import Scheme
 
-FEW_TOKENS = 128  # min. tokens of the calibration text that visit an expert; below, it is quantized without data
+FEW_TOKENS = 128  # min. tokens that visit an expert: below, own text is made longer, and awq finds no scales for it
 GPTQ_SLAB = 1 << 24  # weights that gptq rounds at once: few passes over the columns, 64 MB per fp32 copy
 MOVES_ZERO = ("hqq",)  # methods that only move the zero
 TAKE_TABLES = ("lsq", "rtn", "gptq", "yaqa", "learn", "distill")  # methods that support tables

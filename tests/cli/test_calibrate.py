@@ -1,7 +1,6 @@
 """Calibration: the walk sees what the model sees, its bytes are the same on every run and after a kill."""
 
 import json
-import re
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ from checkpoints import RARE
 from folders import files
 
 from lowq_cli import quantizers
-from lowq_cli.calibrate import calibration, texts
+from lowq_cli.calibrate import calibration, layer_walk, texts
 from lowq_cli.calibrate.layer_walk import Layer
 from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.files.source import open_source
@@ -224,9 +223,13 @@ def test_another_text_is_another_run(family_checkpoints, text, tmp_path):
 
 
 @pytest.mark.parametrize("family", MIXTURES)
-def test_every_expert_gets_the_moments_of_its_own_tokens(family, family_checkpoints):
+@pytest.mark.parametrize("filled", [0, 4], ids=["its own", "all, because 4 per input are more than there are"])
+def test_an_expert_gets_the_moments_of_its_own_tokens_and_where_they_are_few_of_others(
+    filled, family, family_checkpoints, monkeypatch
+):
     from transformers import AutoModelForCausalLM
 
+    monkeypatch.setattr(layer_walk, "FILLED", filled)
     folder = family_checkpoints(family, schemes={}).dense
     ids = torch.arange(128).reshape(4, 32)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
@@ -242,10 +245,11 @@ def test_every_expert_gets_the_moments_of_its_own_tokens(family, family_checkpoi
         with blocks.layer(0) as module:
             stages = list(Layer(module, others[0], spots).stages(hidden, hidden))
     x, visits, _ = calls[0]
-    assert sum(stage.moments.tokens for stage in stages) == 2 * visits.numel()
+    assert len(stages) == 4 * 2
+    assert filled or sum(stage.moments.tokens for stage in stages) == 2 * visits.numel()
     for stage in stages:
         spot = spots[stage.names[0]]
-        mine = x[(visits == spot.cut.expert).any(-1)]
+        mine = x if filled else x[(visits == spot.cut.expert).any(-1)]
         if spot.leaf == "down_proj":
             assert len(stage.names) == 1
             mine = experts._apply_gate(mine @ experts.gate_up_proj[spot.cut.expert].T)
@@ -254,19 +258,16 @@ def test_every_expert_gets_the_moments_of_its_own_tokens(family, family_checkpoi
         assert float(stage.moments.drift.abs().max()) == 0
 
 
-def test_experts_that_few_tokens_visit_are_quantized_without_them_and_named(family_checkpoints, text, tmp_path):
+def test_experts_that_few_tokens_visit_are_calibrated_too(family_checkpoints, text, tmp_path):
+    """About 40 tokens visit each of the last two: below 128, experts were quantized without the text."""
     dense = family_checkpoints(RARE, schemes={}).dense
-    events = list(pipeline.run(dense, make_recipe(bits=3, group=16, method="gptq", calib=text), tmp_path / "few"))
+    events = list(pipeline.run(dense, make_recipe(bits=3, group=16, method="gptq", calib=text), tmp_path / "text"))
     pipeline.quantize(dense, tmp_path / "free", bits=3, group=16)
-    few, free = (json.loads((tmp_path / n / "lowq_report.json").read_text())["tensors"] for n in ("few", "free"))
-    notes = dict(n for e in events if isinstance(e, calibration.LayerDone) for n in e.notes.items())
-    assert {t["name"]: t["note"] for t in few if "tokens" in t.get("note", "")} == notes
-    experts = {t["name"] for t in few if ".experts." in t["name"]}
-    assert any(re.search(r"layers\.0\..*experts\.(9|10)\.", n) for n in notes)
-    assert notes.keys() < experts
-    assert all(int(note.split("because ")[1].split()[0]) < quantizers.FEW_TOKENS for note in notes.values())
-    errors, others = ({t["name"]: t["rel_error"] for t in result if t["name"] in experts} for result in (few, free))
-    assert {n for n in experts if errors[n] == others[n]} == set(notes)
+    assert not any(e.notes for e in events if isinstance(e, calibration.LayerDone))
+    by, free = (json.loads((tmp_path / n / "lowq_report.json").read_text())["tensors"] for n in ("text", "free"))
+    errors, others = ({t["name"]: t["rel_error"] for t in result if ".experts." in t["name"]} for result in (by, free))
+    assert len(errors) == 2 * 11 * 3
+    assert all(errors[name] != others[name] for name in errors)
 
 
 def test_heads_and_embeddings_fall_back_to_the_default(family_checkpoints, text, tmp_path):
