@@ -190,14 +190,15 @@ def main() -> None:
     versions = {p: importlib.metadata.version(p) for p in ("lowq", "torch", "transformers")}
     rows: list[Row] = []
     report: Row = {"date": datetime.date.today().isoformat(), "device": on, "versions": versions}
-    report |= {"text": TEXT, "group": GROUP, "trained": json.loads((args.folder / "trained.json").read_text()), "rows": rows}
+    report |= {"text": TEXT, "group": GROUP, "trained": json.loads((args.folder / "trained.json").read_text()), "rows": []}
     for part in args.parts:
         folder = args.folder / part
         ids = perplexity.tokenize(AutoTokenizer.from_pretrained(folder), (args.data / TEXT).read_text())[: args.tokens]
         for row in {"mixture": mixture, "hybrid": hybrid}[part](folder, ids, args):
             rows.append(row)
             print({k: v for k, v in row.items() if k != "experts"}, flush=True)
-            out.write_text(json.dumps(report, indent=1) + "\n")
+            lines = ",\n".join(json.dumps(r) for r in rows)  # a row on one line: it has a list for every expert
+            out.write_text(json.dumps(report, indent=1).replace('"rows": []', f'"rows": [\n{lines}\n ]') + "\n")
 
 
 if __name__ == "__main__":
