@@ -1,6 +1,6 @@
 """Train a small mixture and a small hybrid for kinds.py: what a model holds besides plain attention and MLPs.
 
-    python benchmarks/kinds_models.py FOLDER --model MODELS/story --data DATA [--seconds 120] [--device cuda]
+    python benchmarks/kinds_models.py FOLDER --model MODELS/story --data DATA [--seconds 120] [--own-tokens 65536]
 
 The mixture is MODEL upcycled to a Mixtral: attention, norms and embedding are copied; each of 8 experts, 2 a token, is a copy
 of the MLP with half of its channels drawn anew. Nothing balances its router, so some experts are visited seldom. The hybrid is
