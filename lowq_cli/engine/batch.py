@@ -225,24 +225,24 @@ class Batch:
             self._tables[kind] = tables
         return self._tables[kind]
 
-    def attend(self, qkv: torch.Tensor, held: KeyValues, tables: Tables, heads: Heads, whole: bool = False) -> torch.Tensor:
+    def attend(self, qkv: torch.Tensor, state: KeyValues, tables: Tables, heads: Heads, whole: bool = False) -> torch.Tensor:
         """Attention of every row over its sequence: qkv (M, (HQ + 2 HKV) D) -> (M, HQ D).
 
         whole: whether a token of an image attends to all tokens of the image.
         """
         b, parts = self.steps, []
-        assert held.v is not None
+        assert state.v is not None
         if b:
             rows, order = qkv[:b] if self.mixed else qkv, None if self.order is None else self.order[:b]
             attend = partial(self.ops.attend_rows, groups=self.groups) if self.drafted else self.ops.attend
-            parts.append(attend(rows, held.k, held.v, self.pos[:b], *tables, heads, held.table, order))
+            parts.append(attend(rows, state.k, state.v, self.pos[:b], *tables, heads, state.table, order))
         if self.mixed:
             until = self.pictures.until if whole and self.pictures is not None else None
-            parts.append(self._prompts(qkv[b:] if b else qkv, held, tables, heads, until))
+            parts.append(self._prompts(qkv[b:] if b else qkv, state, tables, heads, until))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def attend_prepared(
-        self, qkv: torch.Tensor, p: Prepared, held: KeyValues, kind: Rope | None, heads: Heads
+        self, qkv: torch.Tensor, p: Prepared, state: KeyValues, kind: Rope | None, heads: Heads
     ) -> torch.Tensor | None:
         """`prepare`, attention and gates of every row by one kernel, or None where there is none: of steps alone."""
         together = self.ops.attend_prepared
@@ -250,53 +250,53 @@ class Batch:
         if together is None or kind is None or self.mixed or unknown or self.tables_of(kind) is not None:
             return None
         order, groups = None if self.order is None else self.order[: self.steps], self.groups if self.drafted else None
-        return together(qkv, p, held.k, held.v, self.pos[: self.steps], *self.angles[kind], heads, held.table, order, groups)
+        return together(qkv, p, state.k, state.v, self.pos[: self.steps], *self.angles[kind], heads, state.table, order, groups)
 
-    def latent(self, q: torch.Tensor, x: torch.Tensor, held: KeyValues, tables: Tables, facts: Latent) -> torch.Tensor:
+    def latent(self, q: torch.Tensor, x: torch.Tensor, state: KeyValues, tables: Tables, facts: Latent) -> torch.Tensor:
         """Latent attention of every row: q (M, heads (nope + rotated)), latents x (M, rank + rotated) -> (M, heads v_dim)."""
         b, forms, parts = self.steps, self.ops.latent, []
         if b:
             order = None if self.order is None else self.order[:b]
-            parts.append(forms.step(q[:b], x[:b], held.k, self.pos[:b], *tables, facts, held.table, order))
+            parts.append(forms.step(q[:b], x[:b], state.k, self.pos[:b], *tables, facts, state.table, order))
         if self.mixed:
             q, x = q[b:], x[b:]
-            if held.table is not None:
-                parts.append(forms.packed(q, x, held.k, replace(self.packed, table=held.table), *tables, facts, self.runs))
+            if state.table is not None:
+                parts.append(forms.packed(q, x, state.k, replace(self.packed, table=state.table), *tables, facts, self.runs))
             else:
                 assert self.rectangle is not None
-                k = part(held.k, self.rectangle.some)
+                k = part(state.k, self.rectangle.some)
                 split = (t.reshape(k.shape[0], -1, t.shape[-1]) for t in (q, x))
                 parts.append(forms.prompt(*split, k, self.rectangle.start, *tables, facts).flatten(0, 1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def recur(self, x: torch.Tensor, facts: recurrent.Facts, held: States, width: int) -> torch.Tensor:
+    def recur(self, x: torch.Tensor, facts: recurrent.Facts, state: States, width: int) -> torch.Tensor:
         """A recurrent mixer over the rows of each sequence in order: x (M, N) -> (M, width)."""
         b, parts = self.steps, []
         if b:
             own = x[:b] if self.mixed else x
             if self.drafted:
                 chains = ((own[c.first : c.end], recurrent.Rows(c.slot, c.copies)) for c in self.chains)
-                parts += [recurrent.dispatched(rows, facts, held.tensors, places) for rows, places in chains]
+                parts += [recurrent.dispatched(rows, facts, state.tensors, places) for rows, places in chains]
             else:
                 assert self.slots is not None
-                parts.append(recurrent.dispatched(own, facts, held.tensors, self.slots[:b]))
+                parts.append(recurrent.dispatched(own, facts, state.tensors, self.slots[:b]))
         if self.mixed and self.runs.some:
-            parts.append(recurrent.dispatched(x[b:] if b else x, facts, held.tensors, self.runs))
+            parts.append(recurrent.dispatched(x[b:] if b else x, facts, state.tensors, self.runs))
         elif self.mixed:
             parts.append(x.new_zeros(x.shape[0] - b, width))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _prompts(
-        self, qkv: torch.Tensor, held: KeyValues, tables: Tables, heads: Heads, until: torch.Tensor | None
+        self, qkv: torch.Tensor, state: KeyValues, tables: Tables, heads: Heads, until: torch.Tensor | None
     ) -> torch.Tensor:
-        assert held.v is not None
-        if held.table is not None:
-            packed = replace(self.packed, table=held.table)
+        assert state.v is not None
+        if state.table is not None:
+            packed = replace(self.packed, table=state.table)
             if until is not None:  # no kernel takes `until`
-                return attend_packed(qkv, held.k, held.v, packed, *tables, heads, until)
-            return self.ops.attend_packed(qkv, held.k, held.v, packed, *tables, heads)
+                return attend_packed(qkv, state.k, state.v, packed, *tables, heads, until)
+            return self.ops.attend_packed(qkv, state.k, state.v, packed, *tables, heads)
         assert self.rectangle is not None
-        k, v = (part(cache, self.rectangle.some) for cache in (held.k, held.v))
+        k, v = (part(cache, self.rectangle.some) for cache in (state.k, state.v))
         split, start = qkv.reshape(k.shape[0], -1, qkv.shape[-1]), self.rectangle.start
         if until is not None:
             return attend_prompt(split, k, v, start, *tables, heads, until.reshape(k.shape[0], -1)).flatten(0, 1)

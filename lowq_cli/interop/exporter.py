@@ -141,11 +141,11 @@ def _quantized_gguf(
 
     mixture, fmt, whole = gguf_types.get(kind), formats.get("gguf"), with_weights(model)
     with whole.source:
-        held = as_held(whole, fmt)
-        written = export_gguf(held, Path(out or mixture_path(model, kind)), False, progress, mixture, file_bytes)
-        notes = _left_out(whole, held, fmt)
-        if held.schemes or isinstance(held.source, DecodedSource):
-            source = source_of(held.folder, held.report)
+        stored = as_held(whole, fmt)
+        written = export_gguf(stored, Path(out or mixture_path(model, kind)), False, progress, mixture, file_bytes)
+        notes = _left_out(whole, stored, fmt)
+        if stored.schemes or isinstance(stored.source, DecodedSource):
+            source = source_of(stored.folder, stored.report)
             better = (
                 f"; from the original: lowq quantize {as_argument(source)} --export gguf --type {kind.upper()}"
                 if source
@@ -165,12 +165,12 @@ def _factor_problems(checkpoint: Checkpoint) -> list[str]:
     return [f"{fused} is made of weights with different factors, which must be one" for fused in odd]
 
 
-def _left_out(whole: Checkpoint, held: Checkpoint, fmt: Format) -> list[str]:
-    notes, count = list[str](), len(whole.tensors) - len(held.tensors)
+def _left_out(whole: Checkpoint, stored: Checkpoint, fmt: Format) -> list[str]:
+    notes, count = list[str](), len(whole.tensors) - len(stored.tensors)
     if count:
         notes.append(f"{count} tensors of heads that predict further tokens are left out: {fmt.title} has no place for them")
-    if unpacked := [t for t in held.tensors if t.packed is not None]:
-        why = WRITTEN[fmt.name].towers(held.config)
+    if unpacked := [t for t in stored.tensors if t.packed is not None]:
+        why = WRITTEN[fmt.name].towers(stored.config)
         weights, dtype = len(unpacked), unpacked[0].dtype
         notes.append(f"{weights} quantized weights of the vision tower are written unpacked, as {dtype}: {why}")
     return notes
