@@ -1,6 +1,7 @@
 """Kernels with dependent launch wait for those before them, and not in a loop (decode/launch.py says why)."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,19 @@ def test_the_rule_catches_a_file_that_breaks_it():
     assert list(faults(f"{part}{head}    g(x)\n")) == []
     assert list(faults(f"{part}{head}    for i in range(x):\n     g(i)\n")) == ["f waits in a loop"]
     assert list(faults(f"{head}    for i in range(x):\n     {wait}")) == ["f waits in a loop"]
+
+
+def late(text):
+    """Whether each launch of the next kernel comes right after a wait, and there is one."""
+    launches = re.findall(r"(?:next_grid_launch|gdc_launch_dependents)\(\)", text)
+    after = re.findall(r"(?:previous_grid_wait|gdc_wait)\(\);?\s+(?:next_grid_launch|gdc_launch_dependents)\(\)", text)
+    return len(launches) == len(after) > 0
+
+
+def test_products_of_the_tile_layout_let_the_next_kernel_start_when_x_is_there():
+    """What adapters add reads the same x, beside the product."""
+    sources = {p.name: p.read_text(encoding="utf-8") for p in KERNELS.glob("products/cuda/tile_*.cu")}
+    started = {name: text for name, text in sources.items() if "next_grid_launch()" in text}
+    assert {"tile_mma.cu", "tile_wgmma.cu", "tile_int8x2.cu"} <= set(started)
+    assert all(late(text) for text in started.values())
+    assert not late("next_grid_launch();\n previous_grid_wait();")

@@ -459,7 +459,6 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
     __shared__ uint4 books[Thread::BOOKS][2];
     Thread thread({words, scales, zeros, bias, x, N, K, chunks, groups, table_rows}, M, block_rows);
     const int steps = thread.steps, m0 = thread.m0, rows = thread.rows;
-    next_grid_launch();
 
     // ---- the first steps' weights
     typename Thread::Addresses at;
@@ -487,6 +486,7 @@ tile_mma(const u32* __restrict__ words, const u16* __restrict__ scales, const u1
 
     // ---- x
     previous_grid_wait();
+    next_grid_launch();  // in this order: what starts beside this product finds x ready
     constexpr int SUM_BYTES = WARPS * Thread::E * 4;
     const u32 squares = shared_address(shared) + (Thread::X_BYTES > SUM_BYTES ? Thread::X_BYTES : SUM_BYTES);
     const Early first = early<FOLD, Thread::OUT, WARPS>(folded, squares, m0, rows, blockIdx.x * Thread::OUT, N, K);
