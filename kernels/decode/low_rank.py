@@ -11,12 +11,17 @@ import torch
 from lowq_kernels.decode.low_rank_factors import LowRank
 
 
-def add_low_rank(y: torch.Tensor, x: torch.Tensor, factors: LowRank, adapters: torch.Tensor) -> torch.Tensor:
-    """y (M, N) with what adapters add, in place: the definition, and what runs where no kernel does."""
+def add_low_rank(
+    y: torch.Tensor, x: torch.Tensor, factors: LowRank, adapters: torch.Tensor, t: torch.Tensor | None = None
+) -> torch.Tensor:
+    """y (M, N) with what adapters add, in place: the definition, and what runs where no kernel does.
+
+    t: as of `low_rank_triton.shrink_rows`.
+    """
     if x.is_cuda:
         from lowq_kernels.decode.low_rank_triton import add_low_rank_rows
 
-        return add_low_rank_rows(y, x, factors, adapters)
+        return add_low_rank_rows(y, x, factors, adapters, t)
     for a in adapters.unique().tolist():
         if a:
             at = (adapters == a).nonzero()[:, 0]

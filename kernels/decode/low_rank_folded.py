@@ -29,7 +29,9 @@ GATED = tuple(act for act in ACTS if act != "clamped_swiglu")
 # norm and gate take 9.0 and 30.8 us, with one row 11.9 and 35.7, with eight 10.3 and 32.4 (H200). Steps of 16 rows need more
 # programs: there a norm has one row, 2.3 instead of 2.8 us, and a gate two, 4.6 instead of 5.8.
 ROWS = 4
-BLOCK_I = 512  # max. columns of h in a program: 28 shares for the 14,336 columns of an 8B, which the next expand sums
+# Max. columns of h in a program: 28 shares for the 14,336 columns of an 8B, which the next expand sums. Without a shrink 256
+# are as fast at 16 rows and 1% faster at 64.
+BLOCK_I, BLOCK_ADDED = 512, 256
 
 
 @triton.jit
@@ -100,13 +102,16 @@ def _norm_shrink_kernel(
 
 
 @triton.jit
-def _gate_factors(B_ptr, A_ptr, a, offs_i, there, width, R: tl.constexpr, R_NEXT: tl.constexpr):
+def _gate_factors(B_ptr, A_ptr, a, offs_i, there, width, R: tl.constexpr, R_NEXT: tl.constexpr, SHRINKS: tl.constexpr):
     """An adapter's factors for columns of h: B of gate and up (I, R), A of the next product (R', I); 0 if not `there`."""
-    B_a, A_a = B_ptr + a.to(tl.int64) * 2 * width * R, A_ptr + a.to(tl.int64) * R_NEXT * width
+    B_a = B_ptr + a.to(tl.int64) * 2 * width * R
     of_gate = offs_i[:, None] * R + tl.arange(0, R)[None, :]
     w_gate = tl.load(B_a + of_gate, mask=there[:, None], other=0.0)
     w_up = tl.load(B_a + width * R + of_gate, mask=there[:, None], other=0.0)
-    w_next = tl.load(A_a + tl.arange(0, R_NEXT)[:, None] * width + offs_i[None, :], mask=there[None, :], other=0.0)
+    w_next = w_up
+    if SHRINKS:
+        A_a = A_ptr + a.to(tl.int64) * R_NEXT * width
+        w_next = tl.load(A_a + tl.arange(0, R_NEXT)[:, None] * width + offs_i[None, :], mask=there[None, :], other=0.0)
     return w_gate, w_up, w_next
 
 
@@ -114,7 +119,7 @@ def _gate_factors(B_ptr, A_ptr, a, offs_i, there, width, R: tl.constexpr, R_NEXT
 def _gate_shrink_kernel(
     y_ptr, t_ptr, rms_ptr, B_ptr, A_ptr, h_ptr, next_ptr, adapters_ptr, M, width, shares, next_shares, gate_scale,
     ACT: tl.constexpr, P: tl.constexpr, R: tl.constexpr, R_NEXT: tl.constexpr, ROWS: tl.constexpr, BLOCK_I: tl.constexpr,
-    BLOCK_S: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
+    BLOCK_S: tl.constexpr, NORMED: tl.constexpr, SHRINKS: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
     first, block = tl.program_id(0) * ROWS, tl.program_id(1)
     offs_i, offs_r, offs_n = block * BLOCK_I + tl.arange(0, BLOCK_I), tl.arange(0, R), tl.arange(0, R_NEXT)
@@ -122,17 +127,17 @@ def _gate_shrink_kernel(
     last = tl.load(adapters_ptr + first)  # the factors are those of this adapter
     if TRIGGER:
         gdc_launch_dependents()
-    w_gate, w_up, w_next = _gate_factors(B_ptr, A_ptr, last, offs_i, inside & (last > 0), width, R, R_NEXT)
+    w_gate, w_up, w_next = _gate_factors(B_ptr, A_ptr, last, offs_i, inside & (last > 0), width, R, R_NEXT, SHRINKS)
     if PDL:
         gdc_wait()
     for m in tl.range(first, min(first + ROWS, M)):
         a = tl.load(adapters_ptr + m)
         if (a > 0) & (a != last):
-            w_gate, w_up, w_next = _gate_factors(B_ptr, A_ptr, a, offs_i, inside, width, R, R_NEXT)
+            w_gate, w_up, w_next = _gate_factors(B_ptr, A_ptr, a, offs_i, inside, width, R, R_NEXT, SHRINKS)
             last = a
         there = (offs_s < shares) & (a > 0)
         t_ptrs = t_ptr + (m * P * R + offs_r[:, None]) * shares + offs_s[None, :]
-        rms = tl.load(rms_ptr + m)
+        rms = tl.load(rms_ptr + m) if NORMED else 1.0
         t_gate = tl.sum(tl.load(t_ptrs, mask=there[None, :], other=0.0), 1) * rms
         t_up = tl.sum(tl.load(t_ptrs + (P - 1) * R * shares, mask=there[None, :], other=0.0), 1) * rms
         y_ptrs = y_ptr + m * 2 * width + offs_i
@@ -141,8 +146,9 @@ def _gate_shrink_kernel(
         gate, up = gate.to(y_ptr.dtype.element_ty).to(tl.float32), up.to(y_ptr.dtype.element_ty).to(tl.float32)
         h = (_activated(gate * gate_scale, ACT) * up).to(h_ptr.dtype.element_ty)
         tl.store(h_ptr + m * width + offs_i, h, mask=inside)
-        t_next = tl.sum(w_next.to(tl.float32) * tl.where(inside, h.to(tl.float32), 0.0)[None, :], 1)
-        tl.store(next_ptr + (m * R_NEXT + offs_n) * next_shares + block, t_next)
+        if SHRINKS:
+            t_next = tl.sum(w_next.to(tl.float32) * tl.where(inside, h.to(tl.float32), 0.0)[None, :], 1)
+            tl.store(next_ptr + (m * R_NEXT + offs_n) * next_shares + block, t_next)
 
 
 def norm_shrink(
@@ -163,22 +169,27 @@ def norm_shrink(
 
 
 def gate_shrink(
-    y: torch.Tensor, shrunk: Shrunk, up: LowRank, down: LowRank, act: str, gate_scale: float, adapters: torch.Tensor
-) -> tuple[torch.Tensor, Shrunk]:
-    """act(gate) * up (M, I) of y (M, 2 I) with what adapters add to it; and what the next product adds, before its B."""
-    M, width, (_, P, R, _), R_next = y.shape[0], y.shape[1] // 2, up.A.shape, down.A.shape[2]
-    assert shrunk.rms is not None
-    block = min(BLOCK_I, triton.next_power_of_2(width), max(16, MOST_VALUES // max(R, R_next)))
+    y: torch.Tensor, shrunk: Shrunk, up: LowRank, down: LowRank | None, act: str, gate_scale: float, adapters: torch.Tensor
+) -> tuple[torch.Tensor, Shrunk | None]:
+    """act(gate) * up (M, I) of y (M, 2 I) with what adapters add to it; and what the next product adds, before its B.
+
+    down: that product's factors; None: it adds by itself.
+    """
+    M, width, (_, P, R, _), normed = y.shape[0], y.shape[1] // 2, up.A.shape, shrunk.rms is not None
+    A, R_next = (None, 16) if down is None else (down.A, down.A.shape[2])
+    block = min(BLOCK_ADDED if down is None else BLOCK_I, triton.next_power_of_2(width), max(16, MOST_VALUES // max(R, R_next)))
     shares, h, rows = triton.cdiv(width, block), torch.empty(M, width, dtype=y.dtype, device=y.device), 2 if M <= 16 else ROWS
-    t = torch.empty(M * R_next * shares, dtype=torch.float32, device=y.device)
+    t = None if down is None else torch.empty(M * R_next * shares, dtype=torch.float32, device=y.device)
     _gate_shrink_kernel[(triton.cdiv(M, rows), shares)](
-        y, shrunk.t, shrunk.rms, up.B, down.A, h, t, adapters, M, width, shrunk.shares, shares, gate_scale, ACT=act, P=P, R=R,
-        R_NEXT=R_next, ROWS=rows, BLOCK_I=block, BLOCK_S=triton.next_power_of_2(shrunk.shares), num_warps=4, **pdl(y),
+        y, shrunk.t, shrunk.rms, up.B, A, h, t, adapters, M, width, shrunk.shares, shares, gate_scale, ACT=act, P=P, R=R,
+        R_NEXT=R_next, ROWS=rows, BLOCK_I=block, BLOCK_S=triton.next_power_of_2(shrunk.shares), NORMED=normed,
+        SHRINKS=down is not None, num_warps=4, **pdl(y),
     )  # fmt: skip
-    return h, Shrunk(t, shares)
+    return h, None if t is None else Shrunk(t, shares)
 
 
-def takes_gate(up: LowRank, down: LowRank, act: str) -> bool:
+def takes_gate(up: LowRank, down: LowRank | None, act: str) -> bool:
     """Whether `gate_shrink` takes these factors, of gate and up side by side and of the product behind, and this activation."""
     N, parts = up.B.shape[1], len(up.ends)
-    return act in GATED and len(down.ends) == 1 and (parts == 1 or (parts == 2 and up.ends[0] * 2 == N)) and N % 2 == 0
+    sides = parts == 1 or (parts == 2 and up.ends[0] * 2 == N)
+    return act in GATED and (down is None or len(down.ends) == 1) and sides and N % 2 == 0

@@ -94,11 +94,11 @@ class Plan:
         key = M, shows, adapted
         if key not in self._folded:
             steps: Sequence[s.Step] = folding.fold(self._unfolded[shows, adapted], self.ops, M, self.dtype)
-            folds = adapted and self.adapters is not None and self.adapters.folds and M <= STEPS
-            self._folded[key] = lora_folding.fold(steps) if folds else steps
+            folds = self.adapters.folds if adapted and self.adapters is not None and M <= STEPS else ""
+            self._folded[key] = lora_folding.fold(steps, folds) if folds else steps
         return self._folded[key]
 
-    def fold_adapters(self, folds: bool) -> None:
+    def fold_adapters(self, folds: str) -> None:
         """Set `Adapters.folds`."""
         self.adapters.folds = folds
         self._folded.clear()

@@ -276,7 +276,7 @@ class ContinuousEngine:
             return self._known
         drafts = {} if self.drafts is None else self.drafts.passes.seconds
         adapters, seconds = self.passes.plan.adapters, dict(self.passes.token_budget.known)
-        folds = adapters is not None and adapters.folds
+        folds = "" if adapters is None else adapters.folds
         return replace(self._earlier, beside=self._beside, passes=seconds, drafts=dict(drafts), folds=folds)
 
     def keep(self) -> Kept | None:

@@ -24,6 +24,7 @@ import torch
 
 from lowq_cli.engine.batch import Batch, KeyValues, States, upload
 from lowq_cli.engine.graph import Captured, capture
+from lowq_cli.engine.lora_folding import WAYS
 from lowq_cli.engine.pictures import PassImages, Shown, in_pass
 from lowq_cli.engine.plan import Plan
 from lowq_cli.engine.state import BLOCK
@@ -424,7 +425,7 @@ class ModelRunner:
             self._choose_steps()
         counters.reserve(len(keys) * COUNTERS, self.device)
         for i, (b, M, adapted) in enumerate(keys):
-            if not self._record(b, M, adapted, first=adapted and M <= STEPS and self.plan.adapters.folds):
+            if not self._record(b, M, adapted, first=adapted and M <= STEPS and bool(self.plan.adapters.folds)):
                 return
             if b in (M, most.get(M)):
                 self.measure(b, M, adapted)
@@ -433,8 +434,8 @@ class ModelRunner:
             pass
 
     def _choose_steps(self) -> None:
-        """Choose the steps of passes with adapters, folded or not, by the time of a recorded pass in which only rows step."""
-        b, seconds = self.bucket(min(self.most, USUAL)), {False: inf, True: inf}
+        """Choose the steps of passes with adapters, by the times of recorded passes in which only rows step."""
+        b, seconds = self.bucket(min(self.most, USUAL)), dict.fromkeys(WAYS, inf)
         for folds in seconds:
             self.plan.fold_adapters(folds)
             try:
@@ -448,7 +449,7 @@ class ModelRunner:
                 graph = self.captured[b, b, True][0]
                 seconds[folds] = min(self.timed(graph.replay, adapted=True) for _ in range(REPEATS))
         self.reason = ""  # where recording fails, it fails again in `record`
-        self.plan.fold_adapters(seconds[True] < seconds[False])
+        self.plan.fold_adapters(min(seconds, key=seconds.__getitem__))  # the first where all fail
 
     def record_when_met(self) -> None:
         """Record each size when it comes the second time; the first time compiles or loads its kernels."""

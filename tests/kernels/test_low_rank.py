@@ -40,7 +40,7 @@ def error(output, truth):
 
 SHAPES = [  # rows, columns of x, columns of each part of y, adapters with number 0, rank
     (1, 32, (48,), 2, 16), (7, 100, (33, 5), 5, 16), (16, 64, (128, 130), 17, 16), (9, 2100, (17,), 2, 16),
-    (33, 64, (20, 9), 9, 64), (130, 80, (129, 1), 4, 16), (129, 150, (40, 30), 5, 64),
+    (33, 64, (20, 9), 9, 64), (130, 80, (129, 1), 9, 16), (129, 150, (40, 30), 5, 64),
 ]  # fmt: skip
 LARGE = [(1, 4096, (4096, 1024, 1024), 9, 16), (16, 14336, (4096,), 9, 16), (300, 4096, (4096,), 33, 16)]
 
@@ -64,6 +64,10 @@ def kernels(shape, dtype, device):
     changed[int(rows.max())] += 1
     other = LowRank.of(factors.A, changed, factors.ends)
     assert error(triton.add_low_rank_rows(y.clone(), x, other, rows), truth) > TOLERANCE[dtype]
+    others = torch.where(torch.arange(len(rows), device=device) % 2 == 1, rows.max(), rows)  # of every second row
+    assert torch.equal(triton.add_low_rank_rows(y.clone(), x, factors, others)[::2], output[::2])
+    again = triton.add_low_rank_rows(y.clone(), x, factors, rows, triton.room(x, factors))
+    assert torch.equal(again, output)
     wide = torch.cat([y, y], 1)[:, : y.shape[1]]  # rows further apart than they are long; the same bits again
     assert torch.equal(triton.add_low_rank_rows(wide, torch.cat([x, x], 1)[:, : x.shape[1]], factors, rows), output)
 

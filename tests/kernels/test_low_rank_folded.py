@@ -91,7 +91,7 @@ def test_a_norm_and_what_its_product_adds(shape, dtype, first, poisoned):
 def test_a_gate_between_two_products_with_adapters(shape, dtype, act, poisoned):
     """Gate and up of one part or two; the next product has another rank."""
     from lowq_kernels.decode.low_rank_folded import gate_shrink, norm_shrink, takes_gate
-    from lowq_kernels.decode.low_rank_triton import expand_rows
+    from lowq_kernels.decode.low_rank_triton import expand_rows, room, shrink_rows
 
     M, K, parts, S, R = shape
     parts = (parts[0], parts[0]) if len(parts) > 1 else parts
@@ -108,6 +108,10 @@ def test_a_gate_between_two_products_with_adapters(shape, dtype, act, poisoned):
     assert error(h, gate * of_up) < 2 * ERROR[dtype]
     out = expand_rows(torch.ones(M, 24, dtype=dtype, device=x.device), behind, down, rows)
     assert error(out, 1 + added(h, down, rows)) < ERROR[dtype]
+    y = normed(x, weight).to(dtype)
+    alone, nothing = gate_shrink(z, shrink_rows(y, up, rows, room(y, up)), up, None, act, 0.5, rows)
+    assert error(alone, gate * of_up) < 2 * ERROR[dtype]
+    assert nothing is None
     other = LowRank.of(up.A, up.B + 1, up.ends)
     assert error(gate_shrink(z, shrunk, other, down, act, 0.5, rows)[0], gate * of_up) > 2 * ERROR[dtype]
 

@@ -150,15 +150,15 @@ def test_a_pass_without_adapters_is_that_of_a_server_without(folders, asked, wan
         one.engine.stop(0)
 
 
-@pytest.mark.parametrize("gain", [1, -1])
-def test_the_start_chooses_the_steps_that_take_less_time(folders, asked, wanted, monkeypatch, gain):
+@pytest.mark.parametrize("way", lora_folding.WAYS)
+def test_the_start_chooses_the_steps_that_take_the_least_time(folders, asked, wanted, monkeypatch, way):
     """Folded steps run in Triton's interpreter here; their texts are those of the merged models, too."""
     pytest.importorskip("triton", reason="needs triton")
     model = adapted(folders[:3])
     plan, engine = plan_of(model), engine_of(model, 64, running=2)
     passes = engine.passes
     passes.padded, passes.sizes, passes.totals = True, [1, 2], ()
-    monkeypatch.setattr(passes, "timed", lambda launch, adapted=False: 1.0 - gain * (adapted and plan.adapters.folds) / 2)
+    monkeypatch.setattr(passes, "timed", lambda launch, adapted=False: 0.5 if plan.adapters.folds == way else 1.0)
 
     def capture(step, pool):
         step()
@@ -170,7 +170,7 @@ def test_the_start_chooses_the_steps_that_take_less_time(folders, asked, wanted,
     assert not passes.reason
     assert {key[2] for key in passes.captured} == {False, True}
     folded = {type(step) for step in plan.program(2, adapted=True)} & {lora_folding.NormShrink, lora_folding.GateShrink}
-    assert len(folded) == (2 if gain > 0 else 0)
+    assert len(folded) == lora_folding.WAYS.index(way)
     passes.captured.clear()
     passes.padded = False
     client = Client(model, engine=lambda *a, **how: engine)
