@@ -171,7 +171,7 @@ def idle(described, fact):
     return fact == "group_score" and all(part.groups[0] == part.groups[1] for part in parts if isinstance(part, Router))
 
 
-@pytest.mark.parametrize("name", filter(here, TEXTS))
+@pytest.mark.parametrize("name", [*filter(here, TEXTS)])
 def test_every_fact_of_a_description_shows(name):
     described, _ = weights.describe(shared(name).config)
     (ids,) = texts(VOCAB, 60)
