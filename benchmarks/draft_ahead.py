@@ -7,15 +7,13 @@ with the same recordings. A way is USERS:LOAD:MODE:ORDER. load: texts that copy,
 prompts have been read before. mode: never, by the server's balance, or always. order: ahead, or wait for each result.
 """
 
-import argparse
 import queue
 import random
 from itertools import count, islice, product
-from pathlib import Path
 from typing import Any
 
 from draft_follow import report_of
-from draft_http import loads, paragraphs
+from draft_http import loads, paragraphs, parser_of
 from drafts import NEW, Row, served_loop
 from grown import grown
 from vllm_speed import SHAPES
@@ -73,15 +71,9 @@ def measured(engine: Any, texts: list[list[int]], users: int, load: str, mode: s
 
 def main() -> None:
     """Write the model, start an engine, measure."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--base", type=Path, required=True)
-    parser.add_argument("--texts", type=Path, nargs="+", required=True)
-    parser.add_argument("--shape", default="8b", choices=SHAPES)
+    parser = parser_of(__doc__)
     parser.add_argument("--plan", default=PLAN)
     parser.add_argument("--turns", type=int, default=2)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     report, folder = report_of(args, "draft_ahead.json"), args.work / f"grown-{args.shape}"
     if not folder.exists():

@@ -139,18 +139,24 @@ async def measure(servers: list[Server], args: argparse.Namespace, prompts: dict
                 report({"server": one.name, "failed": traceback.format_exc()[-3000:]})
 
 
-def main() -> None:
-    """Write the model, start the servers, measure, stop them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """The flags of a script that measures a small trained model inside a large one's shape."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--base", type=Path, required=True)
     parser.add_argument("--texts", type=Path, nargs="+", required=True)
     parser.add_argument("--shape", default="8b", choices=SHAPES)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path)
+    return parser
+
+
+def main() -> None:
+    """Write the model, start the servers, measure, stop them."""
+    parser = parser_of(__doc__)
     parser.add_argument("--servers", default="lowq,lowq-ngram,vllm,vllm-ngram")
     parser.add_argument("--users", type=lambda s: [int(n) for n in s.split(",")], default=[16, 64, 1])
     parser.add_argument("--patience", type=float, default=150.0)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     report, folder, servers = report_of(args, "draft_http.json"), args.work / f"grown-{args.shape}", list[Server]()

@@ -134,11 +134,11 @@ def mixture(folder: Path, ids: torch.Tensor, args: argparse.Namespace) -> Iterat
             how: Row = {} if method == "auto" else {"calib": "bundled", "calib_tokens": args.calib_tokens}
             model, seconds = quantized(folder, make_recipe(bits=bits, group=GROUP, method=method, lm_head="keep", **how))
             own, drifted = errors(dense, model, cut)
-            told = perplexity.evaluate(model, ids, dense)
+            loss = perplexity.evaluate(model, ids, dense)
             rows = [[*at, read[at], judged[at], round(own[at], 6), round(drifted[at], 6)] for at in own]
             yield {
-                "part": "mixture", "method": method, "bits": bits, "calib_tokens": calib.numel(), "kl": round(told.kl or 0, 5),
-                "ppl": round(told.ppl, 3), "seconds": seconds, "least_over_most": round(least_over_most(own, read), 4),
+                "part": "mixture", "method": method, "bits": bits, "calib_tokens": calib.numel(), "kl": round(loss.kl or 0, 5),
+                "ppl": round(loss.ppl, 3), "seconds": seconds, "least_over_most": round(least_over_most(own, read), 4),
                 "least_over_most_drifted": round(least_over_most(drifted, read), 4), "experts": rows,
             }  # fmt: skip
 
@@ -165,11 +165,11 @@ def hybrid(folder: Path, ids: torch.Tensor, args: argparse.Namespace) -> Iterato
             before = [m.weight.data for m in some]
             for m in some:
                 m.weight.data = ours(m.weight.data, Scheme(bits, GROUP))
-            told, weights = perplexity.evaluate(model, ids, dense), sum(w.numel() for w in before)
+            loss, weights = perplexity.evaluate(model, ids, dense), sum(w.numel() for w in before)
             for m, w in zip(some, before, strict=True):
                 m.weight.data = w
             about = {"part": "hybrid", "kind": name, "bits": bits, "weights": weights, "matrices": len(some)}
-            yield about | {"kl": float(f"{told.kl or 0:.4g}"), "kl_per_million": round((told.kl or 0) / weights * 1e6, 5)}
+            yield about | {"kl": float(f"{loss.kl or 0:.4g}"), "kl_per_million": round((loss.kl or 0) / weights * 1e6, 5)}
 
 
 def main() -> None:
