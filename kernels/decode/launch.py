@@ -7,7 +7,7 @@ Before    the wait it may read weights, and what was written before the step beg
           embedding look-up, sums of positions), which are not dependent: they start when all before them has ended.
 After     the wait it reads what kernels of the same step write, and it writes. Only a kernel whose predecessor waits before it
           lets the next one start may read earlier what came before that predecessor (ids in experts.cu, x in the shrink of a
-          product's adapters): kernels that multiply weights of the tile layout do.
+          product's adapters): the kernels that multiply do, those that only prepare x for one do not.
 Programs  One at least of each kernel waits, else the next kernel would not wait for those before it; the others may end early.
 Loops     hold no wait: Triton moves loads of a loop's products before the loop, and so before the wait.
 """

@@ -11,12 +11,21 @@ import torch
 from lowq_kernels.decode.low_rank_factors import LowRank
 
 
+def room(x: torch.Tensor, factors: LowRank) -> torch.Tensor | None:
+    """Memory that `add_low_rank` needs, taken before the product's kernel is launched; None where no kernel runs."""
+    if not x.is_cuda:
+        return None
+    from lowq_kernels.decode import low_rank_triton
+
+    return low_rank_triton.room(x, factors)
+
+
 def add_low_rank(
     y: torch.Tensor, x: torch.Tensor, factors: LowRank, adapters: torch.Tensor, t: torch.Tensor | None = None
 ) -> torch.Tensor:
     """y (M, N) with what adapters add, in place: the definition, and what runs where no kernel does.
 
-    t: as of `low_rank_triton.shrink_rows`.
+    t: from `room`; y comes from a product of the same x that was launched between that call and this one.
     """
     if x.is_cuda:
         from lowq_kernels.decode.low_rank_triton import add_low_rank_rows

@@ -36,9 +36,8 @@ class LowRank:
 class Shrunk:
     """Rows times A, of each row's adapter, before the sum over shares of their columns.
 
-    t (M, P, R, shares) fp32. rms (M,) fp32: a factor of each row that is still to be applied, or None.
+    t (M, P, R, shares) fp32.
     """
 
     t: torch.Tensor
     shares: int
-    rms: torch.Tensor | None = None

@@ -8,8 +8,8 @@ Grid    up to FEW_ROWS rows: a program for each few rows, share of K and part, t
         without tensor cores; neighbours of one adapter read its A once. More rows: tiles of BLOCK_M rows, which multiply once
         for each adapter that their rows ask for
 Launch  for few rows, numbers of adapters and factors are read before the previous kernel has ended (launch.py). Behind a
-        product of the tile layout, a shrink runs beside it: x is there when the product lets it start. It waits for the
-        product at its end, and reads x past the first-level cache (.cg), which may hold what lay there before
+        product, a shrink runs beside it: x is there when the product lets it start. It waits for the product at its end, and
+        reads x past the first-level cache (.cg), which may hold what lay there before
 Limits  any M, K, N; shares of K are summed in the order in which they lie: the same bits each time
 """
 
@@ -26,15 +26,13 @@ from lowq_kernels.decode.low_rank_factors import LowRank, Shrunk
 
 BLOCK_M, BLOCK_K = 16, 64
 NONE = tl.constexpr(1 << 30)  # more than any adapter's number
-# Max. rows without tensor cores. Passes of an 8B (H200) with 1 / 8 adapters: 128 rows take 5.61 / 5.66 ms, in tiles
-# 5.19 / 6.15; 192 rows 8.13 / 8.17, in tiles 7.38 / 8.28; 256 rows 9.44 / 9.51, in tiles 8.05 / 8.99.
+# Max. rows without tensor cores: an 8B's layer takes 16 us of them at 16 rows and 36 at 64 (H200), tiles 150 and more.
 FEW_ROWS = 128
 ROWS = 2  # rows of a program that expands: 1 and 4 take 3 to 13% more
 SHARES = 16  # shares of K: with one, a step of a few rows would have a few programs to read A
 MOST_VALUES = 16384  # values of A in a program's registers
-# Programs that take the adapters of a tile of rows by turns: a tile of steps has many. Passes of 384 rows with 1 / 8 adapters
-# take 10.65 / 11.55 ms, with one program a tile 10.43 / 13.23.
-TURNS = 4
+# The first tiles are of rows that step, whose adapters differ: so many tiles have TURNS programs, which take them by turns.
+STEPPING, TURNS = 4, 4
 
 
 @triton.jit
@@ -74,8 +72,8 @@ def _shrink_rows_kernel(
 
 @triton.jit
 def _expand_rows_kernel(
-    t_ptr, rms_ptr, B_ptr, y_ptr, adapters_ptr, blocks_ptr, M, N, stride_ym, shares,
-    NORMED: tl.constexpr, P: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
+    t_ptr, B_ptr, y_ptr, adapters_ptr, blocks_ptr, M, N, stride_ym, shares,
+    P: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
     PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
     block = blocks_ptr + tl.program_id(1) * 3
@@ -94,8 +92,6 @@ def _expand_rows_kernel(
     offs_s = tl.arange(0, BLOCK_S)[None, None, :]
     t_ptrs = t_ptr + ((offs_m[:, None] * P + p) * R + offs_r[None, :])[:, :, None] * shares + offs_s
     t = tl.sum(tl.load(t_ptrs, mask=(a > 0)[:, None, None] & (offs_s < shares), other=0.0), 2)
-    if NORMED:
-        t *= tl.load(rms_ptr + offs_m, mask=offs_m < M, other=0.0)[:, None]
     add = tl.sum(w.to(tl.float32) * t[:, None, :], 2)
     tl.store(y_ptrs, (y.to(tl.float32) + add).to(y.dtype), mask=mask)
 
@@ -109,10 +105,13 @@ def _next(own, a):
 @triton.jit
 def _shrink_tiles_kernel(
     x_ptr, A_ptr, t_ptr, adapters_ptr, M, K, SHARE, stride_xm, shares,
-    P: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, TURNS: tl.constexpr, BESIDE: tl.constexpr,
-    PDL: tl.constexpr, TRIGGER: tl.constexpr,
+    P: tl.constexpr, R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, STEPPING: tl.constexpr, TURNS: tl.constexpr,
+    BESIDE: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
-    pid_m, share, p, turn = tl.program_id(0), tl.program_id(1), tl.program_id(2) // TURNS, tl.program_id(2) % TURNS
+    pid, share, p, turn, turns = tl.program_id(0), tl.program_id(1), tl.program_id(2), 0, 1
+    pid_m = pid - STEPPING * (TURNS - 1)
+    if pid < STEPPING * TURNS:
+        pid_m, turn, turns = pid // TURNS, pid % TURNS, TURNS
     offs_m, offs_r = pid_m * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, R)
     own = tl.load(adapters_ptr + offs_m, mask=offs_m < M, other=0)
     if TRIGGER:
@@ -121,8 +120,8 @@ def _shrink_tiles_kernel(
         gdc_wait()
     acc, mine = tl.zeros((BLOCK_M, R), tl.float32), own < 0
     a = _next(own, 0)
-    for i in tl.static_range(TURNS - 1):
-        a = tl.where(i < turn, _next(own, a), a)
+    for _ in tl.range(turn):
+        a = _next(own, a)
     while a < NONE:
         rows = own == a
         mine |= rows
@@ -134,7 +133,7 @@ def _shrink_tiles_kernel(
             x = tl.load(x_ptrs, mask=rows[:, None] & mask_k[None, :], other=0.0, cache_modifier=".cg")
             w = tl.load(base + offs_r[None, :] * K + offs_k[:, None], mask=mask_k[:, None], other=0.0)
             acc = tl.dot(x, w, acc, input_precision="ieee")
-        for _ in tl.static_range(TURNS):
+        for _ in tl.range(turns):
             a = _next(own, a)
     t_ptrs = t_ptr + ((share * M + offs_m)[:, None].to(tl.int64) * P + p) * R + offs_r[None, :]
     tl.store(t_ptrs, acc, mask=mine[:, None])
@@ -178,10 +177,10 @@ def _expand_tiles_kernel(
 
 def expand_rows(y: torch.Tensor, shrunk: Shrunk, factors: LowRank, adapters: torch.Tensor) -> torch.Tensor:
     """y (M, N) of few rows with what adapters add, in place."""
-    (M, N), (_, P, R, _), rms = y.shape, factors.A.shape, shrunk.rms
+    (M, N), (_, P, R, _) = y.shape, factors.A.shape
     _expand_rows_kernel[(triton.cdiv(M, ROWS), len(factors.blocks))](
-        shrunk.t, rms, factors.B, y, adapters, factors.blocks, M, N, y.stride(0), shrunk.shares, NORMED=rms is not None, P=P,
-        R=R, ROWS=ROWS, BLOCK_N=factors.BLOCK_N, BLOCK_S=triton.next_power_of_2(shrunk.shares), **pdl(y),
+        shrunk.t, factors.B, y, adapters, factors.blocks, M, N, y.stride(0), shrunk.shares, P=P, R=R, ROWS=ROWS,
+        BLOCK_N=factors.BLOCK_N, BLOCK_S=triton.next_power_of_2(shrunk.shares), **pdl(y),
     )  # fmt: skip
     return y
 
@@ -191,8 +190,7 @@ def shares_of(K: int, R: int, M: int) -> tuple[int, int]:
     if M <= FEW_ROWS:
         share = min(max(BLOCK_K, triton.next_power_of_2(triton.cdiv(K, SHARES))), MOST_VALUES // R)
     else:
-        # us of a layer's additions with one adapter, 16, 8 and 4 shares: 1,024 rows 182, 159, 167; 4,096 rows 679, 549, 491
-        shares = SHARES if M < 1024 else SHARES // 2 if M < 4096 else SHARES // 4
+        shares = SHARES if M <= 512 else SHARES // 2 if M <= 2048 else SHARES // 4
         share = triton.cdiv(triton.cdiv(K, shares), BLOCK_K) * BLOCK_K
     return share, triton.cdiv(K, share)
 
@@ -206,8 +204,8 @@ def room(x: torch.Tensor, factors: LowRank) -> torch.Tensor:
 def shrink_rows(x: torch.Tensor, factors: LowRank, adapters: torch.Tensor, t: torch.Tensor | None = None) -> Shrunk:
     """Few rows of x (M, K) times A of each row's adapter.
 
-    t: from `room`, taken before the product of x was launched, which is the kernel before this one and of the tile layout.
-    Then the shrink does not wait for that product, which does not let it start before x is there (launch.py).
+    t: from `room`, taken before the product of x was launched, which is the kernel before this one. Then the shrink does not
+    wait for that product, which does not let it start before x is there (launch.py).
     """
     (M, K), (_, P, R, _) = x.shape, factors.A.shape
     x, options = x if x.stride(1) == 1 else x.contiguous(), pdl(x) | {"BESIDE": t is not None}
@@ -235,9 +233,11 @@ def add_low_rank_rows(
     A, B, blocks, (share, shares) = factors.A, factors.B, factors.blocks, shares_of(K, R, M)
     sizes, tiles, options = {"P": P, "R": R}, triton.cdiv(M, BLOCK_M), pdl(x) | {"BESIDE": t is not None}
     t = room(x, factors) if t is None else t
-    _shrink_tiles_kernel[(tiles, shares, P * TURNS)](
-        x, A, t, adapters, M, K, share, x.stride(0), shares, **sizes, BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K, TURNS=TURNS, **options
-    )
+    stepping = min(STEPPING, tiles)
+    _shrink_tiles_kernel[(tiles + stepping * (TURNS - 1), shares, P)](
+        x, A, t, adapters, M, K, share, x.stride(0), shares, **sizes, BLOCK_M=BLOCK_M, BLOCK_K=BLOCK_K, STEPPING=stepping,
+        TURNS=TURNS, **options,
+    )  # fmt: skip
     _expand_tiles_kernel[(tiles, len(blocks))](
         t, B, y, adapters, blocks, M, N, y.stride(0), SHARES=shares, **sizes, BLOCK_M=BLOCK_M, BLOCK_N=factors.BLOCK_N, **pdl(y)
     )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 
 from lowq_cli.engine import steps as s
-from lowq_kernels.decode.low_rank import add_low_rank
+from lowq_kernels.decode.low_rank import add_low_rank, room
 from lowq_kernels.decode.low_rank_factors import LowRank
 
 
@@ -16,7 +16,6 @@ class Adapters:
     names: list[str] = field(default_factory=list)
     digests: list[bytes] = field(default_factory=list)
     all: int = 0
-    folds: str = ""  # which steps few rows take, of `lora_folding.WAYS`; a server measures them at its start
     _same: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # kept because recorded steps read them
 
     def of_all(self, rows: int, device: torch.device) -> torch.Tensor:
@@ -55,20 +54,9 @@ class LoraProduct(s.Step):
         assert rows is not None
         return rows
 
-    def room(self, x: torch.Tensor) -> torch.Tensor | None:
-        """Memory for first factors that run beside the product, taken before it is launched; None: they run after it.
-
-        Kernels of the tile layout let the next one start when x is there (decode/launch.py).
-        """
-        if not x.is_cuda or getattr(self.product.layer, "layout", "") != "tile":
-            return None
-        from lowq_kernels.decode import low_rank_triton
-
-        return low_rank_triton.room(x, self.factors)
-
     def run(self, f: s.Frame) -> None:
         x, rows = f.y, self.rows(f)
-        t = None if rows is None else self.room(x)
+        t = None if rows is None else room(x, self.factors)
         f.y = self.product.layer.forward(x)  # without the hooks that add the adapter in a transformers model's forward
         if rows is not None:
             add_low_rank(f.y, x, self.factors, rows, t)

@@ -67,6 +67,7 @@ class Plan:
         widest = max((spec.k_dim for spec in self.states if isinstance(spec, Pages)), default=0)
         self.tile = tile_rows(widest)
         self.adapters: Any = None  # `lora_product.Adapters`, or None
+        self.adds_in_gates = device.type == "cuda"  # whether steps of few rows with adapters are those of `lora_folding`
         self.tuned = ""  # as in `model_record.Owned`
         self._folded: dict[tuple[int, bool, bool], Sequence[s.Step]] = {}
         self._ones: dict[int, torch.Tensor] = {}  # number of rows -> ones in fp32, kept because recorded steps read them
@@ -94,14 +95,8 @@ class Plan:
         key = M, shows, adapted
         if key not in self._folded:
             steps: Sequence[s.Step] = folding.fold(self._unfolded[shows, adapted], self.ops, M, self.dtype)
-            folds = self.adapters.folds if adapted and self.adapters is not None and M <= STEPS else ""
-            self._folded[key] = lora_folding.fold(steps, folds) if folds else steps
+            self._folded[key] = lora_folding.fold(steps) if adapted and self.adds_in_gates and M <= STEPS else steps
         return self._folded[key]
-
-    def fold_adapters(self, folds: str) -> None:
-        """Set `Adapters.folds`."""
-        self.adapters.folds = folds
-        self._folded.clear()
 
     @property
     def everywhere(self) -> bool:

@@ -115,8 +115,6 @@ class ContinuousEngine:
         quick = plan.device.type == "cuda" and not deterministic and drafter is None and plan.model.images is None
         self._earlier = earlier if quick else None
         self._known = self._earlier if self._earlier is not None and self._earlier.passes else None
-        if self._known is not None and plan.adapters is not None:
-            plan.fold_adapters(self._known.folds)
         drafter_plan = None if drafter is None else drafter.plan
         cache = make_cache(model, plan, check_kind(kv), *sizes, drafter=drafter_plan, known=self._known)
         self._beside = cache.beside
@@ -275,9 +273,8 @@ class ContinuousEngine:
         if self._earlier is None or self._known is not None or self.reason:
             return self._known
         drafts = {} if self.drafts is None else self.drafts.passes.seconds
-        adapters, seconds = self.passes.plan.adapters, dict(self.passes.token_budget.known)
-        folds = "" if adapters is None else adapters.folds
-        return replace(self._earlier, beside=self._beside, passes=seconds, drafts=dict(drafts), folds=folds)
+        seconds = dict(self.passes.token_budget.known)
+        return replace(self._earlier, beside=self._beside, passes=seconds, drafts=dict(drafts))
 
     def keep(self) -> Kept | None:
         """Return the host-memory cache for a later engine with the same settings; call after `stop`; None without one."""

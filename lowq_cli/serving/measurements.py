@@ -16,11 +16,9 @@ class Measurements:
     key: identifies the model's files and the engine's settings. beside: bytes that the largest pass, recorded passes and
     libraries take of a GPU besides weights and cache. passes: seconds of passes by (rows that step, all rows, whether they
     are with LoRA adapters). drafts: seconds of passes with drafts by (rows, the same).
-    folds: which steps with LoRA adapters few rows take (`Adapters.folds`).
     """
 
     key: bytes = b""
     beside: int = 0
     passes: Mapping[tuple[int, int, bool], float] = field(default_factory=dict)
     drafts: Mapping[tuple[int, bool], float] = field(default_factory=dict)
-    folds: str = ""

@@ -16,7 +16,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from math import inf
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ import torch
 
 from lowq_cli.engine.batch import Batch, KeyValues, States, upload
 from lowq_cli.engine.graph import Captured, capture
-from lowq_cli.engine.lora_folding import WAYS
 from lowq_cli.engine.pictures import PassImages, Shown, in_pass
 from lowq_cli.engine.plan import Plan
 from lowq_cli.engine.state import BLOCK
@@ -48,7 +46,6 @@ TOTALS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, *range(1280, 4097, 256))
 # an 8B's kernels for them took the host 53 ms on an H200, which computes them in 30.
 PICTURED = (1152, 1280)
 COUNTERS = 1 << 18  # max. counters for the kernels of a recorded pass: an 8B's largest products use a few thousand each
-USUAL, REPEATS = 16, 5  # rows, and times, of the passes by which the steps with LoRA adapters are chosen
 RIDING = 8  # min. rows that step in a pass with prompt tokens; their number is this times a power of two
 
 
@@ -421,35 +418,15 @@ class ModelRunner:
         """
         keys = self._keys()
         most = {M: b for b, M, _ in keys if b != M}
-        if True in self.kinds:
-            self._choose_steps()
         counters.reserve(len(keys) * COUNTERS, self.device)
         for i, (b, M, adapted) in enumerate(keys):
-            if not self._record(b, M, adapted, first=adapted and M <= STEPS and bool(self.plan.adapters.folds)):
+            if not self._record(b, M, adapted, first=adapted and M <= STEPS):
                 return
             if b in (M, most.get(M)):
                 self.measure(b, M, adapted)
             done(i + 1, len(keys))
         while self.record_pictured():
             pass
-
-    def _choose_steps(self) -> None:
-        """Choose the steps of passes with adapters, by the times of recorded passes in which only rows step."""
-        b, seconds = self.bucket(min(self.most, USUAL)), dict.fromkeys(WAYS, inf)
-        for folds in seconds:
-            self.plan.fold_adapters(folds)
-            try:
-                made = self._record(b, b, True, first=True)
-            except Exception as e:  # such as a kernel that does not compile for this GPU
-                if device_lost(e) or isinstance(e, torch.OutOfMemoryError):
-                    raise
-                log_error("the additions of LoRA adapters are not folded", e)
-                made = False
-            if made:
-                graph = self.captured[b, b, True][0]
-                seconds[folds] = min(self.timed(graph.replay, adapted=True) for _ in range(REPEATS))
-        self.reason = ""  # where recording fails, it fails again in `record`
-        self.plan.fold_adapters(min(seconds, key=seconds.__getitem__))  # the first where all fail
 
     def record_when_met(self) -> None:
         """Record each size when it comes the second time; the first time compiles or loads its kernels."""

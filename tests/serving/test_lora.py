@@ -1,7 +1,6 @@
 """Adapters in the server: many at once over one base, each text that of its adapter alone; by name, field and file."""
 
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -150,33 +149,17 @@ def test_a_pass_without_adapters_is_that_of_a_server_without(folders, asked, wan
         one.engine.stop(0)
 
 
-@pytest.mark.parametrize("way", lora_folding.WAYS)
-def test_the_start_chooses_the_steps_that_take_the_least_time(folders, asked, wanted, monkeypatch, way):
-    """Folded steps run in Triton's interpreter here; their texts are those of the merged models, too."""
+def test_steps_that_add_in_gates_have_the_texts_of_merged_models(folders, asked, wanted):
+    """As on a GPU, in Triton's interpreter."""
     pytest.importorskip("triton", reason="needs triton")
     model = adapted(folders[:3])
-    plan, engine = plan_of(model), engine_of(model, 64, running=2)
-    passes = engine.passes
-    passes.padded, passes.sizes, passes.totals = True, [1, 2], ()
-    monkeypatch.setattr(passes, "timed", lambda launch, adapted=False: 0.5 if plan.adapters.folds == way else 1.0)
-
-    def capture(step, pool):
-        step()
-        return Recording(None, SimpleNamespace(pool=object))
-
-    monkeypatch.setattr(model_runner, "capture", capture)
-    with torch.inference_mode():
-        passes.record()
-    assert not passes.reason
-    assert {key[2] for key in passes.captured} == {False, True}
-    folded = {type(step) for step in plan.program(2, adapted=True)} & {lora_folding.NormShrink, lora_folding.GateShrink}
-    assert len(folded) == lora_folding.WAYS.index(way)
-    passes.captured.clear()
-    passes.padded = False
-    client = Client(model, engine=lambda *a, **how: engine)
+    plan = plan_of(model)
+    plan.adds_in_gates = True
+    client = Client(model, running=2)
     numbers = [client.engine.submit(Request(tuple(asked[i]), 4, adapter=i + 1)) for i in (0, 2)]
     assert client.tokens(*numbers) == [wanted[i][:4] for i in (0, 2)]
-    engine.stop(0)
+    assert any(isinstance(step, lora_folding.AddedGate) for step in plan.program(2, adapted=True))
+    client.engine.stop(0)
 
 
 def test_an_adapter_is_asked_for_as_a_model_or_by_a_field(folders, wanted, asked):

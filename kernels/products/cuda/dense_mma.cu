@@ -32,7 +32,6 @@ dense_mma(const u16* __restrict__ W, const u16* __restrict__ bias, const u16* x,
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, r = lane >> 2, quad = lane & 3;
     const int m0 = blockIdx.y * 8, rows = smaller(M - m0, 8), steps = (K + STEP - 1) / STEP;
     auto tile = [&](int t) { return tile_of<FOLD, ROW_TILES>(blockIdx.x, t, N); };
-    next_grid_launch();
 
     const u16* from[ROW_TILES][2];  // of the lane; rows past the last repeat it: those sums are never stored
 #pragma unroll
@@ -63,6 +62,7 @@ dense_mma(const u16* __restrict__ W, const u16* __restrict__ bias, const u16* x,
     if (warp < steps) load_w(0, warp);
     if (second < steps) load_w(1, second);
     previous_grid_wait();
+    next_grid_launch();
     if (warp < steps) load_x(0, warp);
     if (second < steps) load_x(1, second);
     const u32 squares = shared_address(shared) + WARPS * E * 4;

@@ -13,8 +13,7 @@ PREFETCH_ROWS = tl.constexpr(64)  # word rows that are prefetched, 16 KiB for 64
 
 @triton.jit
 def overlap_previous(words_ptr, row_begin, row_end, n_begin, N, BLOCK_N: tl.constexpr):
-    """Let the next kernel start, prefetch the first word rows of this program, then wait for the previous kernel."""
-    gdc_launch_dependents()
+    """Prefetch the first word rows of this program, wait for the previous kernel, then let the next one start."""
     LINE: tl.constexpr = 32  # words in a 128-byte line
     LINES: tl.constexpr = BLOCK_N // LINE if BLOCK_N > LINE else 1
     rows = tl.minimum(row_begin + tl.arange(0, PREFETCH_ROWS), row_end - 1)
@@ -24,3 +23,4 @@ def overlap_previous(words_ptr, row_begin, row_end, n_begin, N, BLOCK_N: tl.cons
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [addresses.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )
     gdc_wait()
+    gdc_launch_dependents()
