@@ -1,10 +1,11 @@
-"""Time a mixture's layer by two kernels: experts read once per token, and grouped by expert. results/<gpu>/experts.json.
+"""Time a mixture's layer by several kernels: experts read once per token; grouped by expert, in 16 bits and in 8.
 
-    python benchmarks/experts_speed.py [--bits 4] [--models NAME,...] [--tokens 1,16,...] [--out FILE]     # on a Hopper GPU
+    python benchmarks/experts_speed.py [--bits 4] [--models NAME,...] [--tokens 1,16,...] [--ways grouped,fp8] [--out FILE]
 
-Shapes of Qwen3-30B-A3B and Mixtral 8x7B, random weights, groups of 128, and of gpt-oss-20b: MXFP4, biases, its own gate. us a
-layer inside a CUDA graph, layers rotating past the second-level cache; the relative error of each against fp32; GB/s of the
-words and scales of the experts that were hit.
+Needs a Hopper GPU; writes results/<gpu>/experts.json. Shapes of Qwen3-30B-A3B and Mixtral 8x7B, random weights, groups of
+128, of gpt-oss-20b (MXFP4, biases, its own gate) and of its experts in codes of 4 bits, groups of 64. us a layer inside a CUDA
+graph, layers rotating past the second-level cache; the relative error of each against fp32; GB/s of the words and scales of the
+experts that were hit.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from pages import results_of
 
 from lowq_kernels.decode.experts import experts
 from lowq_kernels.decode.grouped_experts import grouped_experts
+from lowq_kernels.decode.grouped_experts8 import config_for, layer
 from lowq_kernels.decode.reference import gated
 from lowq_kernels.dispatch.timing import graph_time
 from lowq_kernels.modules.stack import Stack
@@ -33,10 +35,26 @@ SHAPES = {  # experts, a token, hidden, width
     "qwen3-30b-a3b": (128, 8, 2048, 768),
     "mixtral-8x7b": (8, 2, 4096, 14336),
     "gpt-oss-20b": (32, 4, 2880, 2880),
+    "gpt-oss-20b-codes": (32, 4, 2880, 2880),
 }
 MXFP4 = ("gpt-oss-20b",)
+OWN_GATES = {"gpt-oss-20b": "clamped_swiglu", "gpt-oss-20b-codes": "clamped_swiglu"}
 Way = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Stack, Stack, str], torch.Tensor]
-WAYS: dict[str, Way] = {"grouped": partial(grouped_experts, config={}), "single": partial(experts, config={})}
+
+
+def in_eight_bits(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, act: str, int8: bool
+) -> torch.Tensor:
+    """By the tiles that the kernel takes, whatever the number of rows."""
+    return layer(x, ids, weights, up, down, act, config_for(ids.numel() / len(up.words)), int8)
+
+
+WAYS: dict[str, Way] = {
+    "grouped": partial(grouped_experts, config={}),
+    "single": partial(experts, config={}),
+    "fp8": partial(in_eight_bits, int8=False),
+    "int8": partial(in_eight_bits, int8=True),
+}
 TOKENS = (1, 4, 8, 16, 24, 32, 64, 128, 256, 512, 2048, 8192)
 FEW = 256  # tokens up to which experts are read once a token here
 WORTH = 3 << 30  # bytes of weights that rotate
@@ -78,15 +96,19 @@ def main() -> None:
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--models", default=",".join(SHAPES))
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
+    device = torch.cuda.get_device_name(0)
+    facts = {"device": device, "date": datetime.now(UTC).isoformat("T", "seconds")}
+    facts |= {p: version(p) for p in ("lowq", "torch", "triton")}
+    out = args.out or results_of(device) / "experts.json"
     torch.backends.cuda.matmul.allow_tf32 = False
     for name in args.models.split(","):
         E, top_k, H, width = SHAPES[name]
-        s, act = (
-            (Scheme.of(4, 32, "e2m1/e8m0"), "clamped_swiglu") if name in MXFP4 else (Scheme(args.bits, 128, "none"), "silu")
-        )
+        of_codes = Scheme(args.bits, 64 if name.startswith("gpt-oss") else 128, "none")
+        s, act = (Scheme.of(4, 32, "e2m1/e8m0") if name in MXFP4 else of_codes), OWN_GATES.get(name, "silu")
         pair = stack(E, 2 * width, H, s), stack(E, H, width, s)
         expert_bytes = sum(t.nbytes for p in pair for t in (p.words, p.scales) if t is not None) / E
         more = max(1, int(WORTH // (E * expert_bytes))) - 1
@@ -96,8 +118,9 @@ def main() -> None:
             ids = torch.rand(T, E, device="cuda").topk(top_k).indices
             weights = torch.rand(T, top_k, device="cuda")
             row: dict[str, Any] = {"model": name, "tokens": T, "bits": s.bits, "weights": str(s)}
-            for way, call in WAYS.items():
-                if way == "single" and T > FEW:
+            for way in args.ways.split(","):
+                call = WAYS[way]
+                if (way == "single" and T > FEW) or (way in ("fp8", "int8") and name in MXFP4):
                     continue
                 try:
                     row[f"{way}_error"] = error(call(x, ids, weights, *pair, act), x, ids, weights, *pair, act)
@@ -107,12 +130,8 @@ def main() -> None:
                     row[f"{way}_failed"] = f"{type(e).__name__}: {e}"[:200]
             rows.append(row)
             print(json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+            out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
         del pair, layers
-    device = torch.cuda.get_device_name(0)
-    facts = {"device": device, "date": datetime.now(UTC).isoformat("T", "seconds")}
-    facts |= {p: version(p) for p in ("lowq", "torch", "triton")}
-    out = args.out or results_of(device) / "experts.json"
-    out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

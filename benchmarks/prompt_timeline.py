@@ -87,12 +87,13 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="a folder for the checkpoint")
     parser.add_argument("--shape", default="8b")
     parser.add_argument("--act", default="fp8")
+    parser.add_argument("--layers", type=int, help="fewer than the shape has")
     parser.add_argument("--prompts", default="1x4400,8x4400,1x32000")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     folder = args.work / f"lowq-{args.shape}-4"
     if not folder.exists():
-        make(folder, args.shape, 4, "cuda")
+        make(folder, args.shape, 4, "cuda", args.layers)
     model, tokenizer = ready(str(folder), "cuda")
     apply_act(model, tokenizer, args.act)
     V = model.get_output_embeddings().weight.shape[0]

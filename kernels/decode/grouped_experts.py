@@ -153,6 +153,20 @@ def place(ids: torch.Tensor, experts: int, rows: int) -> tuple[torch.Tensor, tor
     return row, tokens, of_tile, valid
 
 
+def between(h: torch.Tensor, act: str) -> torch.Tensor:
+    """What the second product multiplies: act(gate) * up of rows (P, 2 width), or act of rows (P, width); act: one of ACTS."""
+    return activated(h, act.removeprefix(UNGATED)) if act.startswith(UNGATED) else gated(h, act)
+
+
+def weighed(y: torch.Tensor, row: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """For each token the sum over its slots of weights (M, top_k) * their rows of y (P, H), in fp32 -> (M, H)."""
+    (M, top_k), H = weights.shape, y.shape[1]
+    out = torch.empty(M, H, dtype=y.dtype, device=y.device)
+    of_slots = weights.float().contiguous()
+    _weigh_kernel[(M, math.ceil(H / BLOCK))](y, row, of_slots, out, H, TOP_K=top_k, BLOCK=BLOCK, **pdl(y))
+    return out
+
+
 def _refuse(call: ExpertsCall) -> str | None:
     if call.shared:
         return "takes no shared expert"
@@ -179,9 +193,8 @@ def grouped_experts(
     act: one of ACTS. The products and what is between them are rounded to x's dtype, the sum once.
     """
     (M, H), (experts, top_k) = x.shape, (gate_up.words.shape[0], ids.shape[1])
-    y = torch.empty_like(x)
     if M == 0:
-        return y
+        return torch.empty_like(x)
     rows = tile_wgmma_grouped.block(M * top_k, experts, wide(down.facts))
     x, ids = x.contiguous(), ids.contiguous()
     if M * top_k <= MOST_SORTED:
@@ -194,9 +207,4 @@ def grouped_experts(
     def product(x: torch.Tensor, s: Stack) -> torch.Tensor:
         return tile_wgmma_grouped.grouped(x, s.side_by_side(), s.bias, s.N, rows, of_tile, valid)
 
-    h = product(sorted_x, gate_up)
-    h = activated(h, act.removeprefix(UNGATED)) if act.startswith(UNGATED) else gated(h, act)
-    out = product(h, down)
-    of_slots = weights.float().contiguous()
-    _weigh_kernel[(M, math.ceil(H / BLOCK))](out, row, of_slots, y, H, TOP_K=top_k, BLOCK=BLOCK, **pdl(x))
-    return y
+    return weighed(product(between(product(sorted_x, gate_up), act), down), row, weights)

@@ -11,6 +11,7 @@ import torch
 from lowq_kernels.decode.activation import UNGATED
 from lowq_kernels.dispatch.registry import Choice, find, forced
 from lowq_kernels.modules.stack import ExpertsCall, Facts, Stack
+from lowq_packers.scheme import Act
 
 FEW_TOKENS = 128  # up to here reading an expert once per token costs less than 256 launches, one or two per expert
 # Group by expert where slots are more than this share of all experts. Qwen3-30B, 64 slots of 128 experts: 60 us per layer
@@ -47,12 +48,14 @@ def choice(call: ExpertsCall, capturing: Callable[[], bool] = torch.cuda.is_curr
     return chosen if chosen and (chosen[0].prefers(call) or forced(op="experts") or capturing()) else None
 
 
-def mixture(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, act: str) -> torch.Tensor | None:
+def mixture(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, act: str, rounds: Act = "none"
+) -> torch.Tensor | None:
     """For each row of x (M, H) the sum over its experts ids (M, top_k) of weights (M, top_k) * down(act(gate x) * up x).
 
     None where the host should group the tokens by expert (`choice`).
     """
-    chosen = choice(ExpertsCall.of(up, down, ids.shape[-1], act, x.dtype, x.shape[0]))
+    chosen = choice(ExpertsCall.of(up, down, ids.shape[-1], act, x.dtype, x.shape[0], rounds=rounds))
     if chosen is None:
         return None
     spec, config = chosen

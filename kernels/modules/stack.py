@@ -5,11 +5,12 @@ from typing import Any, ClassVar
 
 import torch
 
+from lowq_kernels.activations import act_of
 from lowq_kernels.dispatch.registry import Op, matmul
 from lowq_kernels.gpu import capability
 from lowq_kernels.products.cpu import dense
 from lowq_packers.layouts import PackedWeight, repack
-from lowq_packers.scheme import Scheme
+from lowq_packers.scheme import Act, Scheme
 
 Facts = tuple[int, int, Scheme | None, str]  # N, K, scheme and layout of a Stack
 
@@ -113,12 +114,21 @@ class ExpertsCall:
     capability: tuple[int, int]
     shared: tuple[Facts, Facts] | None = None
     biased: bool = False  # whether a stack has biases
+    rounds: Act = "none"  # to what the products may round what they multiply; a kernel that does not keeps 16 bits
 
     @classmethod
     def of(
-        cls, up: Stack, down: Stack, top_k: int, act: str, dtype: torch.dtype, M: int, shared: Shared | None = None
+        cls,
+        up: Stack,
+        down: Stack,
+        top_k: int,
+        act: str,
+        dtype: torch.dtype,
+        M: int,
+        shared: Shared | None = None,
+        rounds: Act = "none",
     ) -> "ExpertsCall":
-        """The call of M tokens on the weights' device."""
+        """The call of M tokens on the weights' device; `rounds`: the layer's mode, for many rows (`act_of`)."""
         device, facts = up.words.device, None if shared is None else shared.facts
-        biased, E = up.bias is not None or down.bias is not None, up.words.shape[0]
-        return cls(M, E, up.facts, down.facts, top_k, act, dtype, device.type, capability(device), facts, biased)
+        biased, E, to = up.bias is not None or down.bias is not None, up.words.shape[0], act_of(rounds, M)
+        return cls(M, E, up.facts, down.facts, top_k, act, dtype, device.type, capability(device), facts, biased, to)

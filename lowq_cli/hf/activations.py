@@ -3,6 +3,7 @@
 from typing import TypeVar
 
 from lowq_cli.hf.embedding import TiedHead
+from lowq_cli.hf.experts import QuantExperts
 from lowq_cli.models import CausalModel
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.errors import UsageError
@@ -18,7 +19,7 @@ def quantized_linears(model: CausalModel) -> list[QuantLinear]:
 
 
 def set_activations(model: AnyModel, act: Act) -> AnyModel:
-    """Make the model's quantized linears round activations to `act`, and return the model.
+    """Make the model's quantized linears and experts round activations to `act`, and return the model.
 
     Raises UsageError if there are no quantized linears, UnsupportedError for int8 activations with fp8 weights.
     """
@@ -27,6 +28,9 @@ def set_activations(model: AnyModel, act: Act) -> AnyModel:
         raise UsageError(f"act={act}: this model has no quantized linear layers; quantize it first")
     for layer in layers:
         layer.set_act(act)
+    for m in model.modules():
+        if isinstance(m, QuantExperts):
+            m.rounds = act
     return model
 
 

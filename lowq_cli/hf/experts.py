@@ -23,7 +23,7 @@ from lowq_kernels.modules.ops import through_autograd
 from lowq_kernels.modules.stack import ExpertsCall, Shared, Stack
 from lowq_packers import bitstream
 from lowq_packers.layouts import DISK, pack_facts, read_facts
-from lowq_packers.scheme import Scheme
+from lowq_packers.scheme import Act, Scheme
 
 LEAVES = ("", "_scale", "_zero", "_table")  # suffixes of a stack's name that give the names of its tensors
 FEW_ROWS = 32  # max. tokens x experts per token (decoding) where copying experts is cheaper than a device sync
@@ -79,6 +79,7 @@ class QuantExperts(nn.Module):
             )
             self.set_stack(name, Stack(words, meta, zeros, None, scheme, N, K, DISK, table))
         self.dtype = dtype
+        self.rounds: Act = "none"  # to what products of many tokens round what they multiply, where a kernel does
         self.__dict__["gating"] = experts  # not a submodule: only its gate function is used, it has no parameters left
 
     def set_stack(self, name: str, stack: Stack) -> None:
@@ -140,8 +141,9 @@ class QuantExperts(nn.Module):
         fused = hidden_states.dim() == 2 and self.act and not through_autograd(hidden_states)
         if fused and hidden_states.device.type in ("cuda", "cpu"):
             up, down = (self.stack(name) for name in self.kind.stacks)
-            mixture = mixture_gpu if hidden_states.is_cuda else mixture_cpu.experts
-            if (y := mixture(hidden_states, top_k_index, top_k_weights, up, down, self.act)) is not None:
+            layer = (hidden_states, top_k_index, top_k_weights, up, down, self.act)
+            y = mixture_gpu(*layer, self.rounds) if hidden_states.is_cuda else mixture_cpu.experts(*layer)
+            if y is not None:
                 return y
         x, experts = hidden_states.repeat_interleave(top_k, 0), top_k_index.reshape(-1)
         weighted = self._each(x, experts).float() * top_k_weights.reshape(-1, 1).float()

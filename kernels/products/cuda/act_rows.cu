@@ -6,9 +6,11 @@
 //             i-th 32 bytes of each chunk of CHUNK k, byte 16*h + 4*quad + b is k = 16*f + 8*h + 2*quad + b / 2, with
 //             f = i + (b % 2) * CHUNK / 32, at 8 bits (INTERLEAVED) f = 2*i + b % 2. GATE: rows of act(gate) * up, rounded to
 //             x's type, where a row of x holds K values of gate, then K of up
+// WHICH       of act_rows: every row; or those with a token, where tokens[row] is a token's number + 1, or 0 for none, and the
+//             others stay unwritten; or each row's token is the row of x that it takes (of a mixture's rows, sorted by expert)
 // Shapes  y (M, K) · x8 (M, steps * 128) zeros past K · sums (M, sums_stride) of x's type · scales (M,)
-// Launch  one block of 256 threads a row. act_rows holds it in registers meanwhile where it has at most 16 * 256 * ROUNDS
-//         values (0: it is read twice, as by round_rows, the second time out of L1)
+// Launch  one block of 256 threads (act_rows: THREADS) a row. act_rows holds it in registers meanwhile where it has at most
+//         16 * THREADS * ROUNDS values (0: it is read twice, as by round_rows, the second time out of L1)
 // Source  own.
 #include "tile.cuh"
 #include "fold.cuh"
@@ -72,14 +74,15 @@ __device__ __forceinline__ float largest(float most, const u32 (&v)[4]) {  // of
     return most;
 }
 
-__device__ __forceinline__ float of_block(float most, float (&maxima)[8]) {  // the largest, at least what a scale is made of
+template <int WARPS>
+__device__ __forceinline__ float of_block(float most, float (&maxima)[WARPS]) {  // the largest, at least what a scale is made of
 #pragma unroll
     for (int d = 16; d; d /= 2) most = larger(most, __shfl_xor_sync(0xffffffffu, most, d));
     if ((threadIdx.x & 31) == 0) maxima[threadIdx.x >> 5] = most;
     __syncthreads();
     most = 1e-30f;
 #pragma unroll
-    for (int i = 0; i < 8; i++) most = larger(most, maxima[i]);
+    for (int i = 0; i < WARPS; i++) most = larger(most, maxima[i]);
     return most;
 }
 
@@ -124,16 +127,21 @@ round_rows(const u16* __restrict__ x, u16* __restrict__ y, int K) {
 }
 
 enum { PLAIN = 0, SILU_GATE = 1, GELU_TANH_GATE = 2 };
-template <int T, bool INT8, int CHUNK, bool INTERLEAVED, int SG, int ROUNDS, int GATE>
-__global__ void __launch_bounds__(256)
-act_rows(const u16* __restrict__ x, u32* __restrict__ x8, u16* __restrict__ sums, float* __restrict__ scales, int K, int steps,
-         int sums_stride) {
+enum { EVERY_ROW = 0, ROWS_WITH_TOKENS = 1, TOKENS_OF_ROWS = 2 };
+template <int T, bool INT8, int CHUNK, bool INTERLEAVED, int SG, int ROUNDS, int GATE, int WHICH = EVERY_ROW,
+          int THREADS = 256>
+__global__ void __launch_bounds__(THREADS)
+act_rows(const u16* __restrict__ x, u32* __restrict__ x8, u16* __restrict__ sums, float* __restrict__ scales,
+         const int* __restrict__ tokens, int K, int steps, int sums_stride) {
     static_assert(GATE == PLAIN || ROUNDS > 0, "gates are computed once");
-    __shared__ float maxima[8];
+    static_assert(THREADS == 256 || ROUNDS > 0, "a row that is read twice is read by 256 threads");
+    __shared__ float maxima[THREADS / 32];
     const int row = blockIdx.x, units = steps * 8;  // of 16 bytes
-    const u16* const from = x + (size_t)row * (GATE == PLAIN ? K : 2 * K);
     next_grid_launch();
     previous_grid_wait();
+    const int token = WHICH == EVERY_ROW ? 1 : tokens[row];
+    if (token == 0) return;
+    const u16* const from = x + (size_t)(WHICH == TOKENS_OF_ROWS ? token - 1 : row) * (GATE == PLAIN ? K : 2 * K);
     constexpr float LIMIT = INT8 ? 127.f : 448.f;
     auto gated = [](float gate, float up) {
         if constexpr (GATE == SILU_GATE) {  // its quotient in one instruction, within 2 ulp: an exact one takes ten
@@ -166,11 +174,11 @@ act_rows(const u16* __restrict__ x, u32* __restrict__ x8, u16* __restrict__ sums
     float most = 0.f;
     if constexpr (ROUNDS > 0) {
 #pragma unroll
-        for (int i = 0; i < ROUNDS; i++) read(i * 256 + threadIdx.x, held[i]);
+        for (int i = 0; i < ROUNDS; i++) read(i * THREADS + threadIdx.x, held[i]);
 #pragma unroll
         for (int i = 0; i < ROUNDS; i++) most = largest<T>(largest<T>(most, held[i][0]), held[i][1]);
         most = of_block(most, maxima);
-    } else most = largest<T>(from, K, maxima);
+    } else if constexpr (THREADS == 256) most = largest<T>(from, K, maxima);
     const float inverse = LIMIT / most;
     if (threadIdx.x == 0) scales[row] = most / LIMIT;
 
@@ -194,7 +202,7 @@ act_rows(const u16* __restrict__ x, u32* __restrict__ x8, u16* __restrict__ sums
     };
     if constexpr (ROUNDS > 0) {
 #pragma unroll
-        for (int i = 0; i < ROUNDS; i++) write(i * 256 + threadIdx.x, held[i]);
+        for (int i = 0; i < ROUNDS; i++) write(i * THREADS + threadIdx.x, held[i]);
     } else {
         const int rounds = (units + 255) / 256;
         for (int i = 0; i < rounds; i++) {

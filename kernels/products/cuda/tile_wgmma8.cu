@@ -15,6 +15,9 @@
 // Tile    128*ROW_TILES_64 rows of W by BLOCK_M rows of x, a warpgroup owns half of the rows. Persistent, bands of BAND tiles
 //         of W; SPLIT_K blocks of a cluster split K of one tile. A producer thread feeds a ring of STAGES stages of 128 k by
 //         TMA; y goes through two stagings of PIECE rows, by TMA too, so that it leaves while the next tile is computed.
+// GROUPED W is many weights of N rows, each row_tiles row tiles, and each tile of x has one of them, experts[tile of x]: a
+//         mixture's products, with rows of x sorted by expert; bias is (E, N). Tiles from row *valid on are left alone. Both
+//         come from memory that the previous kernel may have written.
 // Limits  groups of 64 (8 and 4 bits) or a multiple of 128, or one group; 8 bits with int8 only.
 // Edges   TMA reads zeros outside, and stores nothing there; where rows of y are no multiple of 16 bytes, masked stores.
 // Source  own.
@@ -66,7 +69,8 @@ __device__ __forceinline__ void codes8(const u32 (&w)[Tile<BITS>::REGS], int i, 
 
 // The phases of the kernel, as functions of their arguments: with fields of a struct, or with the loops over row tiles in a
 // phase, ptxas gave the kernel other registers than in the code that was measured.
-template <int BITS, int T, bool INT8, int GROUP, bool ZEROS, int ROW_TILES_64, int BLOCK_M, int BATCH, int STAGES, int SPLIT_K>
+template <int BITS, int T, bool INT8, int GROUP, bool ZEROS, int ROW_TILES_64, int BLOCK_M, int BATCH, int STAGES, int SPLIT_K,
+          bool GROUPED>
 struct Phases8 {
     using L = Tile<BITS>;
     static constexpr int SG = GROUP == 64 ? 64 : 128, PARTS = 128 / SG, CHUNKS = 128 / L::CHUNK, TILES = 8 * ROW_TILES_64;
@@ -95,37 +99,38 @@ struct Phases8 {
     }
 
     static __device__ __forceinline__ void load_weights(const TensorMap& words_map, const TensorMap& scales_map, u32 base,
-                                                        u32 full, int s, int c, int n_tile) {
+                                                        u32 full, int s, int c, int first_tile) {
         const u32 barrier = full + 8 * s, words = base + s * STAGE_BYTES + X_BYTES;
         barrier_expect(barrier, LOADED);
 #pragma unroll
         for (int u = 0; u < CHUNKS; u++)
-            tensor_load(words + u * CHUNK_BYTES, &words_map, (c * CHUNKS + u) * L::WORDS, n_tile * TILES, barrier);
-        tensor_load(words + W_BYTES, &scales_map, (GROUP == 0 ? 0 : c * 128 / (GROUP ? GROUP : 1)) * 16, n_tile * TILES,
+            tensor_load(words + u * CHUNK_BYTES, &words_map, (c * CHUNKS + u) * L::WORDS, first_tile, barrier);
+        tensor_load(words + W_BYTES, &scales_map, (GROUP == 0 ? 0 : c * 128 / (GROUP ? GROUP : 1)) * 16, first_tile,
                     barrier);
     }
-    // The producer thread. load(stage, step, n_tile) asks for the words and scales of a step; place(tile, m0, n_tile).
+    // The producer thread. load(stage, step, first_tile) asks for the words and scales of a step of row tiles from first_tile
+    // on; place(tile, m0, first_tile) says whether the tile has rows.
     template <class Load, class Place>
     static __device__ __forceinline__ void produce(const TensorMap& x_map, const TensorMap& sums_map, Load load, Place place,
                                                    u32 base, u32 full, u32 empty, int team, int teams, int all,
                                                    int begin, int part, int sum_steps, int sums_at) {
         int s = 0, round = 0, early = 0;
-        if (team < all) {  // weights do not depend on the kernel before, x does
-            int m0, n_tile;
-            place(team, m0, n_tile);
-            for (; early < STAGES && early < sums_due(0, sum_steps, part); early++) load(early, begin + early, n_tile);
+        if (!GROUPED && team < all) {  // weights do not depend on the kernel before, x does
+            int m0, first_tile;
+            place(team, m0, first_tile);
+            for (; early < STAGES && early < sums_due(0, sum_steps, part); early++) load(early, begin + early, first_tile);
         }
         previous_grid_wait();
         for (int tile = team; tile < all; tile += teams) {
-            int m0, n_tile;
-            place(tile, m0, n_tile);
+            int m0, first_tile;
+            if (!place(tile, m0, first_tile)) continue;
             for (int sum = 0, c = 0; sum < sum_steps; sum++) {  // of x, EVERY steps each; a step of sums after each of them
                 for (const int end = sums_due(sum, sum_steps, part); c <= end; c++) {
                     const u32 barrier = full + 8 * s;
                     if (early > 0) early--;
                     else {
                         barrier_wait(empty + 8 * s, (round & 1) ^ 1);
-                        if (c < end) load(s, begin + c, n_tile);
+                        if (c < end) load(s, begin + c, first_tile);
                     }
                     if (c < end) tensor_load(base + s * STAGE_BYTES, &x_map, (begin + c) * 128, m0, barrier);
                     else {
@@ -163,12 +168,12 @@ struct Phases8 {
     }
 
     // ------------------------------------------------------------------------------------------------- zeros
-    // -(s z) of rows r and r + 8 of row tile t in the group that a column of the sums of x has; 0 outside.
-    static __device__ __forceinline__ u32 minus_zero(int column, int begin, int end, int t, int row_tiles, int groups, int r,
-                                                     const u32* scales, const u32* zeros) {
+    // -(s z) of rows r and r + 8 of row tile t, behind those of other experts, in the group that a column of the sums of x has; 0 outside.
+    static __device__ __forceinline__ u32 minus_zero(int column, int begin, int end, int t, int before, int row_tiles,
+                                                     int groups, int r, const u32* scales, const u32* zeros) {
         const int g = GROUP == 0 ? 0 : smaller(column * SG / (GROUP ? GROUP : 1), groups - 1);
         const bool inside = t < row_tiles && column >= begin && column < end;
-        const int at = inside ? (t * groups + g) * 8 + r : 0;
+        const int at = inside ? ((before + t) * groups + g) * 8 + r : 0;
         const u32 zero = ZEROS ? __ldg(zeros + at) : Half<T>::power(BITS - 1);
         return inside ? fma2<T>(__ldg(scales + at), zero ^ 0x80008000u, 0x80008000u) : 0u;
     }
@@ -176,7 +181,7 @@ struct Phases8 {
     // read_scales() is called once, where consumers have left the tile before the last.
     template <class ReadScales>
     static __device__ __forceinline__ void make_zeros(ReadScales read_scales, u32 to, u32 full, u32 empty, int first, int lane,
-                                                      int first_tile, int sums_at, int begin, int end, int row_tiles,
+                                                      int first_tile, int before, int sums_at, int begin, int end, int row_tiles,
                                                       int groups, const u32* scales, const u32* zeros, int sum_steps,
                                                       u32& parity) {
         if constexpr (SPLIT_K > 1) read_scales();  // its only tile, maybe without a share of K: consumers meet the cluster next
@@ -189,7 +194,8 @@ struct Phases8 {
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
                     const int column = sums_at + sum * 32 + i % 2 * 16 + 2 * (lane & 3) + (e & 1) + (e & 2) * 4;
-                    minus[e] = minus_zero(column, begin, end, first_tile + i / 2, row_tiles, groups, lane >> 2, scales, zeros);
+                    minus[e] = minus_zero(column, begin, end, first_tile + i / 2, before, row_tiles, groups, lane >> 2, scales,
+                                          zeros);
                 }
 #pragma unroll
                 for (int e = 0; e < 4; e++) a[e] = __byte_perm(minus[e & 2], minus[(e & 2) + 1], e & 1 ? 0x7632 : 0x5410);
@@ -284,14 +290,14 @@ struct Phases8 {
 };
 
 template <int BITS, int T, bool INT8, int GROUP, bool ZEROS, int ROW_TILES_64, int BLOCK_M, int BATCH, int STAGES, int SPLIT_K,
-          int BAND>
+          int BAND, bool GROUPED = false>
 __global__ void __launch_bounds__(384, 1)
 tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap sums_map,
             const __grid_constant__ TensorMap words_map, const __grid_constant__ TensorMap scales_map,
             const __grid_constant__ TensorMap y_map, const u32* __restrict__ scales, const u32* __restrict__ zeros,
             const float* __restrict__ x_scales, const u16* __restrict__ bias, u16* __restrict__ y, int M, int N, int steps,
-            int row_tiles, int groups) {
-    using P = Phases8<BITS, T, INT8, GROUP, ZEROS, ROW_TILES_64, BLOCK_M, BATCH, STAGES, SPLIT_K>;
+            int row_tiles, int groups, const int* __restrict__ experts, const int* __restrict__ valid) {
+    using P = Phases8<BITS, T, INT8, GROUP, ZEROS, ROW_TILES_64, BLOCK_M, BATCH, STAGES, SPLIT_K, GROUPED>;
     using L = Tile<BITS>;
     constexpr int PARTS = P::PARTS, TILES = P::TILES, COLUMNS = P::COLUMNS;
     constexpr u32 X_BYTES = P::X_BYTES, W_BYTES = P::W_BYTES, STAGE_BYTES = P::STAGE_BYTES;
@@ -315,6 +321,8 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
         const int in_band = tile - band * BAND * m_tiles;
         n_tile = n_first + in_band % width, m0 = in_band / width * BLOCK_M;
     };
+    auto empty_tile = [&](int m0) { return GROUPED && m0 >= *valid; };
+    auto expert_of = [&](int m0) { return GROUPED ? experts[m0 / BLOCK_M] : 0; };
 
     if (threadIdx.x == 0) P::init_barriers(full, empty);
     __syncthreads();
@@ -322,20 +330,32 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
     if (group == 2) {  // ------------------------------------------------------------------------------- producer
         registers_down<40>();
         if (threadIdx.x == 256) {
-            auto load = [&](int s, int c, int n_tile) { P::load_weights(words_map, scales_map, base, full, s, c, n_tile); };
-            P::produce(x_map, sums_map, load, place, base, full, empty, team, teams, all, begin, part, sum_steps, sums_at);
+            auto load = [&](int s, int c, int first) { P::load_weights(words_map, scales_map, base, full, s, c, first); };
+            auto row_tiles_of = [&](int tile, int& m0, int& first_tile) {
+                int n_tile;
+                place(tile, m0, n_tile);
+                if (empty_tile(m0)) return false;
+                first_tile = n_tile * TILES + expert_of(m0) * row_tiles;
+                return true;
+            };
+            P::produce(x_map, sums_map, load, row_tiles_of, base, full, empty, team, teams, all, begin, part, sum_steps, sums_at);
         } else if (warp > 0) {
             u32 parity = 0, odd = 0;
             previous_grid_wait();
             for (int tile = team; tile < all; tile += teams, odd ^= 1) {
                 int m0, n_tile;
                 place(tile, m0, n_tile);
+                if (empty_tile(m0)) {
+                    odd ^= 1;
+                    continue;
+                }
                 auto read_scales = [&] {
                     for (int m = warp * 32 - 32 + lane; m < BLOCK_M; m += 96)
                         scales_of_x[odd][m] = m0 + m < M ? __ldg(x_scales + m0 + m) : 0.f;
                 };
-                P::make_zeros(read_scales, made, full + 8 * STAGES, empty + 8 * STAGES, warp - 1, lane, n_tile * TILES, sums_at,
-                              sums_begin, sums_end, row_tiles, groups, scales, zeros, sum_steps, parity);
+                P::make_zeros(read_scales, made, full + 8 * STAGES, empty + 8 * STAGES, warp - 1, lane, n_tile * TILES,
+                              expert_of(m0) * row_tiles, sums_at, sums_begin, sums_end, row_tiles, groups, scales, zeros,
+                              sum_steps, parity);
             }
         }
         __syncwarp();
@@ -360,6 +380,10 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
     for (int tile = team; tile < all; tile += teams, odd ^= 1) {
         int m0, n_tile;
         place(tile, m0, n_tile);
+        if (empty_tile(m0)) {
+            odd ^= 1;
+            continue;
+        }
 #pragma unroll
         for (int h = 0; h < ROW_TILES_64; h++)
 #pragma unroll
@@ -420,7 +444,8 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
 #pragma unroll
         for (int h = 0; h < ROW_TILES_64; h++) {
             const int n_first = (n_tile * TILES + (group * ROW_TILES_64 + h) * 4) * 16;
-            P::finish(acc[h], x_scale, bias, n_first + warp * 16 + r, N);
+            const u16* const of_expert = bias && GROUPED ? bias + expert_of(m0) * (size_t)N : bias;
+            P::finish(acc[h], x_scale, of_expert, n_first + warp * 16 + r, N);
 #pragma unroll
             for (int b = 0; b < COLUMNS / P::PIECE; b++)
                 P::store(b, acc[h], staging + (h * (COLUMNS / P::PIECE) + b) % 2 * P::PIECE_BYTES, y_map, group, warp, lane,

@@ -7,6 +7,7 @@ of a tile; SPLIT_K, blocks of a cluster that split K of one tile, for layers wit
 
 import ctypes
 import math
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -17,14 +18,15 @@ from lowq_kernels.cuda.operands import TYPES, aligned, group_argument, scales_ze
 from lowq_kernels.dispatch import policy
 from lowq_kernels.dispatch.registry import Call, Config, configs_of, register
 from lowq_packers.layouts import PackedWeight
-from lowq_packers.layouts.tile import CHUNK, WORDS
+from lowq_packers.layouts.tile import CHUNK, ROWS, WORDS, padded_rows
+from lowq_packers.scheme import Act, Scheme
 
 KEYS = ("ROW_TILES_64", "BLOCK_M", "SPLIT_K")
 CONFIGS = configs_of(KEYS, (
     (2, 128, 1), (2, 128, 2), (1, 128, 1), (1, 128, 2), (2, 64, 1), (2, 64, 2), (1, 64, 1), (1, 64, 2), (1, 64, 4),
 ))  # fmt: skip
-PARAMETERS = (TensorMap,) * 5 + (ctypes.c_void_p,) * 5 + (ctypes.c_int32,) * 5
-ROUND_PARAMETERS = (ctypes.c_void_p,) * 4 + (ctypes.c_int32,) * 3
+PARAMETERS = (TensorMap,) * 5 + (ctypes.c_void_p,) * 5 + (ctypes.c_int32,) * 5 + (ctypes.c_void_p,) * 2
+ROUND_PARAMETERS = (ctypes.c_void_p,) * 5 + (ctypes.c_int32,) * 3
 BLOCK_K = 128  # k per stage
 BAND = 8192  # rows of W whose tiles run at the same time
 MAX_STAGES = 8
@@ -53,21 +55,27 @@ def rows_of_piece(config: Config) -> int:
     return min(64, config["BLOCK_M"] // config["SPLIT_K"])
 
 
-def expression(bits: int, T: int, int8: bool, group: int, zeros: bool, config: Config) -> str:
+def expression(bits: int, T: int, int8: bool, group: int, zeros: bool, config: Config, grouped: bool = False) -> str:
     """The template instance of tile_wgmma8.cu."""
     flags = ("false", "true")
     stages = plan(bits, group, config)[0]
     tile = f"{config['ROW_TILES_64']}, {config['BLOCK_M']}, {sum_span(group) // 32}, {stages}, {config['SPLIT_K']}"
-    return f"tile_wgmma8<{bits}, {T}, {flags[int8]}, {group}, {flags[zeros]}, {tile}, {BAND // (128 * config['ROW_TILES_64'])}>"
+    band = f"{BAND // (128 * config['ROW_TILES_64'])}{', true' if grouped else ''}"
+    return f"tile_wgmma8<{bits}, {T}, {flags[int8]}, {group}, {flags[zeros]}, {tile}, {band}>"
 
 
 def _refuse(call: Call) -> str | None:
-    if why := gpu.no_wgmma(call.capability):
+    return why_not(call.scheme, call.K, call.act, call.capability)
+
+
+def why_not(scheme: Scheme, K: int, act: Act, capability: tuple[int, int]) -> str | None:
+    """Why the kernel does not take such weights under `act`, or None."""
+    if why := gpu.no_wgmma(capability):
         return why
-    bits, group = call.scheme.bits, call.scheme.group_size
-    if call.act == "fp8" and bits == 8:
+    bits, group = scheme.bits, scheme.group_size
+    if act == "fp8" and bits == 8:
         return "e4m3 cannot represent all codes of 8 bits"
-    if group != call.K and group % 128 and not (group == 64 and CHUNK[bits] == 64):
+    if group != K and group % 128 and not (group == 64 and CHUNK[bits] == 64):
         return f"groups of {group}: takes multiples of 128{' and 64' if CHUNK[bits] == 64 else ''}"
     return None
 
@@ -102,19 +110,94 @@ def rounds_held(K: int) -> int:
     return rounds if rounds <= MOST_HELD else 0
 
 
+@dataclass(frozen=True)
+class Rounded:
+    """What act_rows.cu makes of M rows of x: bytes x8 (M, steps * BLOCK_K), int8 or e4m3; sums in x's type (M, columns, filled
+    up to a multiple of 8); scales (M,)."""
+
+    x8: torch.Tensor
+    sums: torch.Tensor
+    scales: torch.Tensor
+    columns: int
+    int8: bool
+
+
+EVERY_ROW, ROWS_WITH_TOKENS, TOKENS_OF_ROWS = range(3)  # the rows that act_rows rounds: its WHICH
+
+
+@cache
+def _kernel(bits: int, T: int, int8: bool, span: int, steps: int, gate: str, which: int, threads: int, device: int) -> Kernel:
+    flags = f"{str(int8).lower()}, {CHUNK[bits]}, {str(bits == 8).lower()}"
+    held = rounds_held(steps * BLOCK_K) if threads == 256 else 1
+    rounding = f"act_rows<{T}, {flags}, {span}, {held}, {GATES[gate]}{f', {which}, {threads}' if which else ''}>"
+    return Kernel("act_rows.cu", rounding, device, threads, ROUND_PARAMETERS, serialize=True)
+
+
+def rounded(
+    x: torch.Tensor, p: PackedWeight, int8: bool, gate: str = "", tokens: torch.Tensor | None = None, gather: bool = False
+) -> Rounded:
+    """x (M, K) rounded per row, in the order in which codes of p lie in words.
+
+    gate: one of GATES; x is then gate and up (M, 2 K), and act(gate) * up of them is what is rounded.
+    tokens: (P,) int32; only rows with tokens > 0 are rounded, or (gather) row i is row tokens[i] - 1 of x.
+    """
+    bits, K, device, group = p.scheme.bits, p.K, x.device, group_argument(p)
+    rows, steps, span = x.shape[0] if tokens is None else tokens.shape[0], math.ceil(K / BLOCK_K), sum_span(group)
+    which = EVERY_ROW if tokens is None else TOKENS_OF_ROWS if gather else ROWS_WITH_TOKENS
+    # of the many rows of a mixture, short ones have a block of few threads: 64 that hold 16 values each take K up to 1,024
+    threads = 256 if which == EVERY_ROW else next((n for n in (64, 128) if steps * BLOCK_K <= 16 * n), 256)
+    kernel = _kernel(bits, TYPES[x.dtype], int8, span, steps, gate, which, threads, device.index)
+    x = aligned(x)
+    x8 = torch.empty(rows, steps * BLOCK_K, dtype=torch.uint8, device=device)
+    columns = steps * BLOCK_K // span
+    sums = torch.empty(rows, -(-columns // 8) * 8, dtype=x.dtype, device=device)
+    scales = torch.empty(rows, dtype=torch.float32, device=device)
+    of_rows = 0 if tokens is None else tokens.data_ptr()
+    kernel(rows, 1, 0, x.data_ptr(), x8.data_ptr(), sums.data_ptr(), scales.data_ptr(), of_rows, K, steps, sums.shape[1])
+    return Rounded(x8, sums, scales, columns, int8)
+
+
 @cache
 def _prepared(
-    bits: int, T: int, int8: bool, group: int, zeros: bool, config: tuple[int, ...], steps: int, device: int, gate: str
-) -> tuple[Kernel, Kernel, int]:
-    """Both kernels of a config and the second one's shared memory, resolved once."""
+    bits: int, T: int, int8: bool, group: int, zeros: bool, config: tuple[int, ...], device: int, grouped: bool
+) -> tuple[Kernel, int]:
+    """The kernel of a config and its shared memory, resolved once."""
     named: Config = dict(zip(KEYS, config, strict=True))
     smem = plan(bits, group, named)[1]
-    held = rounds_held(steps * BLOCK_K)
-    flags = f"{str(int8).lower()}, {CHUNK[bits]}, {str(bits == 8).lower()}"
-    rounding = f"act_rows<{T}, {flags}, {sum_span(group)}, {held}, {GATES[gate]}>"
-    rows = Kernel("act_rows.cu", rounding, device, 256, ROUND_PARAMETERS, serialize=True)
-    instance = expression(bits, T, int8, group, zeros, named)
-    return rows, Kernel("tile_wgmma8.cu", instance, device, 384, PARAMETERS, smem, named["SPLIT_K"], serialize=True), smem
+    instance = expression(bits, T, int8, group, zeros, named, grouped)
+    return Kernel("tile_wgmma8.cu", instance, device, 384, PARAMETERS, smem, named["SPLIT_K"], serialize=True), smem
+
+
+def multiply(
+    x: Rounded, p: PackedWeight, bias: torch.Tensor | None, config: Config, N: int, experts: tuple[torch.Tensor, ...] = ()
+) -> torch.Tensor:
+    """x times p's weight (N, K), plus bias -> (M, N); with `experts`, tile i of BLOCK_M rows times the weight of its expert.
+
+    experts: of each tile (M / BLOCK_M,), and how many rows there are (1,), int32; those after them stay unwritten. p has E * N
+        rows then, each expert's filled up to whole row tiles, and bias is (E, N).
+    """
+    M, bits, device = x.x8.shape[0], p.scheme.bits, x.x8.device
+    scales, zeros, bias = scales_zeros_bias(p, bias, x.sums.dtype)
+    group, T, G = group_argument(p), padded_rows(N) // ROWS if experts else scales.shape[0], scales.shape[1]
+    kernel, smem = _prepared(
+        bits, TYPES[x.sums.dtype], x.int8, group, zeros is not None, tuple(config[n] for n in KEYS), device.index, bool(experts)
+    )
+    y = torch.empty(M, N, dtype=x.sums.dtype, device=device)
+    tiles, nb, split = 8 * config["ROW_TILES_64"], config["BLOCK_M"], config["SPLIT_K"]
+    all_tiles = math.ceil(T / tiles) * math.ceil(M / nb)
+    blocks = all_tiles * split if split > 1 else min(all_tiles, gpu.here(device.index).sms)
+    width, stride = x.x8.shape[1], x.sums.shape[1]
+    maps = (
+        tensor_map(x.x8.data_ptr(), 1, width, M, width, (BLOCK_K, nb), True),
+        tensor_map(x.sums.data_ptr(), 2, x.columns, M, stride * 2, (64, nb), True),
+        *weight_maps(p, scales, None, group, BLOCK_K, tiles)[:2],
+    )
+    y_map = tensor_map(y.data_ptr(), 2, N, M, N * 2, (64, rows_of_piece(config)), True) if N % 8 == 0 else maps[0]
+    of_W = (scales.data_ptr(), 0 if zeros is None else zeros.data_ptr())
+    pointers = (*of_W, x.scales.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr())
+    of_tiles = tuple(t.data_ptr() for t in experts) or (0, 0)
+    kernel(blocks, 1, smem, *maps, y_map, *pointers, M, N, width // BLOCK_K, T, G, *of_tiles)
+    return y
 
 
 def product(
@@ -122,38 +205,11 @@ def product(
 ) -> torch.Tensor:
     """x (M, K) fp16 or bf16 -> (M, N): x rounded per token, 8-bit products summed exactly or in fp32, scaled in fp32.
 
-    gate: one of GATES; x is then gate and up (M, 2 K), and act(gate) * up of them is what is rounded.
+    gate: see `rounded`.
     """
-    M, K, bits, device = x.shape[0], p.K, p.scheme.bits, x.device
-    y = torch.empty(M, p.N, dtype=x.dtype, device=device)
-    if M == 0:
-        return y
-    scales, zeros, bias = scales_zeros_bias(p, bias, x.dtype)
-    group, T, G = group_argument(p), scales.shape[0], scales.shape[1]
-    steps, span = math.ceil(K / BLOCK_K), sum_span(group)
-    rows, kernel, smem = _prepared(
-        bits, TYPES[x.dtype], int8, group, zeros is not None, tuple(config[n] for n in KEYS), steps, device.index, gate
-    )
-    x = aligned(x)
-    x8 = torch.empty(M, steps * BLOCK_K, dtype=torch.uint8, device=device)
-    columns = steps * BLOCK_K // span
-    sums = torch.empty(M, -(-columns // 8) * 8, dtype=x.dtype, device=device)
-    x_scales = torch.empty(M, dtype=torch.float32, device=device)
-    rows(M, 1, 0, x.data_ptr(), x8.data_ptr(), sums.data_ptr(), x_scales.data_ptr(), K, steps, sums.shape[1])
-    tiles, nb = 8 * config["ROW_TILES_64"], config["BLOCK_M"]
-    all_tiles = math.ceil(T / tiles) * math.ceil(M / nb)
-    split = config["SPLIT_K"]
-    blocks = all_tiles * split if split > 1 else min(all_tiles, gpu.here(device.index).sms)
-    maps = (
-        tensor_map(x8.data_ptr(), 1, x8.shape[1], M, x8.shape[1], (BLOCK_K, nb), True),
-        tensor_map(sums.data_ptr(), 2, columns, M, sums.shape[1] * 2, (64, nb), True),
-        *weight_maps(p, scales, None, group, BLOCK_K, tiles)[:2],
-    )
-    y_map = tensor_map(y.data_ptr(), 2, p.N, M, p.N * 2, (64, rows_of_piece(config)), True) if p.N % 8 == 0 else maps[0]
-    of_W = (scales.data_ptr(), 0 if zeros is None else zeros.data_ptr())
-    pointers = (*of_W, x_scales.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr())
-    kernel(blocks, 1, smem, *maps, y_map, *pointers, M, p.N, steps, T, G)
-    return y
+    if not x.shape[0]:
+        return x.new_empty(0, p.N)
+    return multiply(rounded(x, p, int8, gate), p, bias, config, p.N)
 
 
 FACTS: dict[str, object] = {"layouts": ("tile",), "rank": 18, "configs": CONFIGS, "refuse": _refuse}

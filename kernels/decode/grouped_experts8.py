@@ -1,0 +1,88 @@
+"""grouped_experts8: a mixture layer of many tokens on 8-bit tensor cores; it never waits for the device.
+
+place           as in grouped_experts.py
+two products    act_rows.cu rounds each slot's row of x, per token and therefore alike for all of a token's slots, then
+                cuda/tile_wgmma8, grouped; before the second product the launch that rounds also computes act(gate) * up
+weigh           as in grouped_experts.py
+"""
+
+import torch
+
+from lowq_kernels.decode.grouped_experts import ACTS, between, place, weighed
+from lowq_kernels.dispatch.registry import Config, configs_of, register
+from lowq_kernels.modules.stack import ExpertsCall, Stack
+from lowq_kernels.products.cuda import tile_wgmma8
+from lowq_packers.scheme import Act
+
+SMALL, LARGE = configs_of(tile_wgmma8.KEYS, ((2, 64, 1), (2, 128, 1)))
+MOST_IN_SMALL = 48  # max. rows of an average expert for which tiles of 64 rows cost less than half-empty ones of 128
+# Min. rows of an average expert. Below, reading the experts' weights takes the time, which rounding does not shorten.
+LEAST_ROWS = 24
+
+
+def config_for(rows: float) -> Config:
+    """The tiles where an average expert has so many rows."""
+    return SMALL if rows <= MOST_IN_SMALL else LARGE
+
+
+def _rows(call: ExpertsCall) -> float:
+    return call.M * call.top_k / call.E
+
+
+def _refuse(call: ExpertsCall, act: Act) -> str | None:
+    if call.rounds != act:
+        return f"rounds to {act}, not {call.rounds}"
+    if call.shared:
+        return "takes no shared expert"
+    if call.act not in ACTS:
+        return f"takes the activations {', '.join(ACTS)}, not {call.act}"
+    if _rows(call) < LEAST_ROWS:
+        return f"takes {LEAST_ROWS} rows of an average expert and more, not {_rows(call):.0f}"
+    for _, K, scheme, layout in (call.gate_up, call.down):
+        if layout != "tile" or scheme is None or scheme.table or scheme.bits == 1:
+            return "takes experts packed in the layout tile in 2 bits and more, without a table"
+        if why := tile_wgmma8.why_not(scheme, K, act, call.capability):
+            return why
+    return None
+
+
+def layer(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, act: str, config: Config, int8: bool
+) -> torch.Tensor:
+    """As `grouped_experts`; what both products multiply is rounded to int8, or e4m3, with a scale per row."""
+    if x.shape[0] == 0:
+        return torch.empty_like(x)
+    row, tokens, *tiles = place(ids.contiguous(), up.words.shape[0], config["BLOCK_M"])
+    of_up, of_down = up.side_by_side(), down.side_by_side()
+    h = tile_wgmma8.multiply(
+        tile_wgmma8.rounded(x.contiguous(), of_up, int8, tokens=tokens, gather=True), of_up, up.bias, config, up.N, tuple(tiles)
+    )
+    gate = act if act in tile_wgmma8.GATES and tile_wgmma8.rounds_held(of_down.K) else ""
+    h = tile_wgmma8.rounded(h if gate else between(h, act), of_down, int8, gate, tokens)
+    return weighed(tile_wgmma8.multiply(h, of_down, down.bias, config, down.N, tuple(tiles)), row, weights)
+
+
+def _config(call: ExpertsCall, legal: list[Config]) -> Config:
+    return config_for(_rows(call))
+
+
+@register(
+    "cuda/grouped_fp8", op="experts", rank=19, configs=(SMALL, LARGE), default_config=_config,
+    refuse=lambda call: _refuse(call, "fp8"),
+)  # fmt: skip
+def grouped_fp8(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Stack, down: Stack, act: str, config: Config
+) -> torch.Tensor:
+    """A mixture's layer whose products round what they multiply to e4m3 per row."""
+    return layer(x, ids, weights, gate_up, down, act, config, False)
+
+
+@register(
+    "cuda/grouped_int8", op="experts", rank=19, configs=(SMALL, LARGE), default_config=_config,
+    refuse=lambda call: _refuse(call, "int8"),
+)  # fmt: skip
+def grouped_int8(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Stack, down: Stack, act: str, config: Config
+) -> torch.Tensor:
+    """A mixture's layer whose products round what they multiply to int8 per row."""
+    return layer(x, ids, weights, gate_up, down, act, config, True)
