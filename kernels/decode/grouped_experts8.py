@@ -31,7 +31,7 @@ def _rows(call: ExpertsCall) -> float:
 
 def _refuse(call: ExpertsCall, act: Act) -> str | None:
     if call.rounds != act:
-        return f"rounds to {act}, not {call.rounds}"
+        return f"takes activations as {act}, not {call.rounds}"
     if call.shared:
         return "takes no shared expert"
     if call.act not in ACTS:
@@ -58,8 +58,8 @@ def layer(
         tile_wgmma8.rounded(x.contiguous(), of_up, int8, tokens=tokens, gather=True), of_up, up.bias, config, up.N, tuple(tiles)
     )
     gate = act if act in tile_wgmma8.GATES and tile_wgmma8.rounds_held(of_down.K) else ""
-    h = tile_wgmma8.rounded(h if gate else between(h, act), of_down, int8, gate, tokens)
-    return weighed(tile_wgmma8.multiply(h, of_down, down.bias, config, down.N, tuple(tiles)), row, weights)
+    h8 = tile_wgmma8.rounded(h if gate else between(h, act), of_down, int8, gate, tokens)
+    return weighed(tile_wgmma8.multiply(h8, of_down, down.bias, config, down.N, tuple(tiles)), row, weights)
 
 
 def _config(call: ExpertsCall, legal: list[Config]) -> Config:
@@ -67,7 +67,7 @@ def _config(call: ExpertsCall, legal: list[Config]) -> Config:
 
 
 @register(
-    "cuda/grouped_fp8", op="experts", rank=19, configs=(SMALL, LARGE), default_config=_config,
+    "cuda/grouped_fp8", op="experts", rank=19, acts=("fp8",), configs=(SMALL, LARGE), default_config=_config,
     refuse=lambda call: _refuse(call, "fp8"),
 )  # fmt: skip
 def grouped_fp8(
@@ -78,7 +78,7 @@ def grouped_fp8(
 
 
 @register(
-    "cuda/grouped_int8", op="experts", rank=19, configs=(SMALL, LARGE), default_config=_config,
+    "cuda/grouped_int8", op="experts", rank=19, acts=("int8",), configs=(SMALL, LARGE), default_config=_config,
     refuse=lambda call: _refuse(call, "int8"),
 )  # fmt: skip
 def grouped_int8(

@@ -92,7 +92,7 @@ class KernelSpec:
     launch: Launch
     op: Op = "product"
     devices: tuple[str, ...] = ("cuda",)
-    layouts: tuple[str, ...] = ()  # of a product, like bits, zeros and acts
+    layouts: tuple[str, ...] = ()  # of a product, like bits and zeros
     bits: tuple[int, ...] = BITS
     zeros: tuple[ZeroKind, ...] = ZERO_KINDS
     tables: tuple[str, ...] = ("",)  # "": w = (q - zero) * scale; with a table's name, whatever its scales are

@@ -87,10 +87,10 @@ def _products(model: nn.Module, M: int, dtype: torch.dtype) -> Iterator[tuple[st
             yield name, 1, (*m.weight.shape, dense, "dense", None, m.weight.device, "none")
         elif isinstance(m, QuantExperts):
             chosen = m.fused(dtype, m.top_k, M)
-            fused = chosen[0].name if chosen else None
+            fused, act = (chosen[0].name, chosen[0].acts[0]) if chosen else (None, "none")
             for leaf in m.schemes:
                 s = m.stack(leaf)
-                yield f"{name}.{leaf}", s.words.shape[0], (s.N, s.K, s.scheme, s.layout, fused, s.words.device, "none")
+                yield f"{name}.{leaf}", s.words.shape[0], (s.N, s.K, s.scheme, s.layout, fused, s.words.device, act)
 
 
 def called(model: CausalModel, decoder: Decoder) -> nn.Module:

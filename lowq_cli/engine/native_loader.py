@@ -229,6 +229,7 @@ def _experts(part: Experts, rows: Mapping[str, list[Matrix]], contents: Contents
     experts = QuantExperts(_Gating(part, stacks, biases), schemes, dtype, top_k=part.router.top_k)
     for name, stack in packed.items():
         experts.set_stack(name, stack)
+    experts.set_act(check_act(contents.act))
     return experts.prepare(dtype)
 
 

@@ -6,7 +6,7 @@ by KL divergence per work, and as many are rounded as together stay below the li
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,8 @@ from lowq_cli.engine.prompts import encode
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.tokenizer import LoadedTokenizer
 from lowq_cli.evaluate.logits import logits_of, warm_reading
-from lowq_cli.hf.activations import quantized_linears, set_activations
+from lowq_cli.hf.activations import mixtures, quantized_linears, set_activations
+from lowq_cli.hf.experts import QuantExperts
 from lowq_cli.models import CausalModel
 from lowq_kernels.activations import STEPS, check_act
 from lowq_kernels.dispatch.registry import Call, after_rounding
@@ -26,6 +27,7 @@ from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.scheme import Act
 
 AUTO = "auto"
+Layer = QuantLinear | QuantExperts  # what rounds, or does not
 LIMIT = 0.001  # max. KL divergence of all rounding together, in nats per token
 TEXTS, TOKENS = 8, 256  # sequences that the model writes, tokens of each: 2,048 rows per matmul
 ALONE = 32  # max. layers to measure one by one; more are grouped by kind and quarter of the depth
@@ -86,7 +88,8 @@ def choose(model: CausalModel, ids: torch.Tensor, limit: float = LIMIT) -> Choic
     """
     set_activations(model, "none")
     names = {m: n for n, m in model.named_modules()}
-    layers = {names[m]: m for m in quantized_linears(model) if not m.in_blocks}
+    layers: dict[str, Layer] = {names[m]: m for m in quantized_linears(model) if not m.in_blocks}
+    layers |= {names[m]: m for m in mixtures(model)}
     warm_reading(model, ids.numel())
     expected = _log_probabilities(model, ids)
     best = Choice("none", (), tuple(layers), 0.0, 0.0)
@@ -105,7 +108,7 @@ def choose(model: CausalModel, ids: torch.Tensor, limit: float = LIMIT) -> Choic
 
 
 def _taken(
-    model: CausalModel, ids: torch.Tensor, expected: torch.Tensor, layers: dict[str, QuantLinear], act: Act, limit: float
+    model: CausalModel, ids: torch.Tensor, expected: torch.Tensor, layers: dict[str, Layer], act: Act, limit: float
 ) -> tuple[list[str], float] | None:
     """The names of the layers that may round, and their KL divergence together; None if none may."""
 
@@ -144,8 +147,10 @@ def _depth(name: str) -> int:
     return int(match[1]) if match else 0
 
 
-def _gains(m: QuantLinear, act: Act) -> bool:
+def _gains(m: Layer, act: Act) -> bool:
     """Whether the layer's matmul for a prompt has a kernel with 8-bit activations on this device."""
+    if isinstance(m, QuantExperts):
+        return m.takes(act, ROWS)
     device = m.weight.device
     call = Call(
         ROWS, m.out_features, m.in_features, m.scheme, m.layout, m.dtype, device.type, capability(device), act
@@ -153,11 +158,14 @@ def _gains(m: QuantLinear, act: Act) -> bool:
     return after_rounding(call, m.kernel).act == act
 
 
-def _work(m: QuantLinear) -> int:
+def _work(m: Layer) -> int:
+    """Weights that multiply a token."""
+    if isinstance(m, QuantExperts):
+        return m.top_k * sum(N * K for _, N, K in m.shapes.values())
     return m.out_features * m.in_features
 
 
-def _set(layers: dict[str, QuantLinear], acts: dict[str, Act]) -> None:
+def _set(layers: Mapping[str, Layer], acts: dict[str, Act]) -> None:
     for name, layer in layers.items():
         layer.set_act(acts.get(name, "none"))
 

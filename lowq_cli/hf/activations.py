@@ -18,19 +18,23 @@ def quantized_linears(model: CausalModel) -> list[QuantLinear]:
     return [m for m in model.modules() if isinstance(m, QuantLinear) and m is not head and not isinstance(m, TiedHead)]
 
 
+def mixtures(model: CausalModel) -> list[QuantExperts]:
+    """The packed experts of its layers."""
+    return [m for m in model.modules() if isinstance(m, QuantExperts) and m.schemes]
+
+
 def set_activations(model: AnyModel, act: Act) -> AnyModel:
     """Make the model's quantized linears and experts round activations to `act`, and return the model.
 
     Raises UsageError if there are no quantized linears, UnsupportedError for int8 activations with fp8 weights.
     """
     layers = quantized_linears(model)
-    if not layers and act != "none":
+    if not layers and not mixtures(model) and act != "none":
         raise UsageError(f"act={act}: this model has no quantized linear layers; quantize it first")
     for layer in layers:
         layer.set_act(act)
-    for m in model.modules():
-        if isinstance(m, QuantExperts):
-            m.rounds = act
+    for experts in mixtures(model):
+        experts.set_act(act)
     return model
 
 

@@ -79,7 +79,7 @@ class QuantExperts(nn.Module):
             )
             self.set_stack(name, Stack(words, meta, zeros, None, scheme, N, K, DISK, table))
         self.dtype = dtype
-        self.rounds: Act = "none"  # to what products of many tokens round what they multiply, where a kernel does
+        self.rounds: Act = "none"
         self.__dict__["gating"] = experts  # not a submodule: only its gate function is used, it has no parameters left
 
     def set_stack(self, name: str, stack: Stack) -> None:
@@ -194,12 +194,22 @@ class QuantExperts(nn.Module):
         usual = usual and self.kind == Kind()
         return ACTS.get(type(gating.act_fn).__name__, "") if usual else ""
 
+    def set_act(self, act: Act) -> None:
+        """Set to what products of many tokens round what they multiply, where a kernel does (`act` is the activation)."""
+        self.rounds = act
+
     def fused(self, dtype: torch.dtype, top_k: int, M: int = 1, shared: Shared | None = None) -> Choice | None:
         """The kernel that computes the layer, and a shared expert, for M tokens without a device sync, or None."""
         if not self.act:
             return None
         up, down = (self.stack(name) for name in self.kind.stacks)
-        return find(ExpertsCall.of(up, down, top_k, self.act, dtype, M, shared))
+        return find(ExpertsCall.of(up, down, top_k, self.act, dtype, M, shared, self.rounds))
+
+    def takes(self, act: Act, M: int) -> bool:
+        """Whether a kernel computes the layer of M tokens in 8 bits under `act`."""
+        up, down = (self.stack(name) for name in self.kind.stacks)
+        chosen = find(ExpertsCall.of(up, down, self.top_k, self.act, self.dtype, M, rounds=act)) if self.act else None
+        return chosen is not None and act in chosen[0].acts
 
     def with_shared(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, shared: Shared) -> torch.Tensor:
         """As `forward`, with the output of a shared expert added; for calls for which `fused` has a kernel."""
