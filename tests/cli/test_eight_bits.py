@@ -11,6 +11,7 @@ from lowq_cli.engine.open_model import ready
 from lowq_cli.evaluate import eight_bits
 from lowq_cli.evaluate.eight_bits import apply_act, choose, own_text
 from lowq_cli.hf.activations import quantized_linears, set_activations
+from lowq_cli.hf.experts import QuantExperts
 from lowq_cli.main import app
 from lowq_kernels.activations import STEPS
 from lowq_packers.errors import UsageError
@@ -78,6 +79,19 @@ def test_steps_are_exact_and_prompts_are_not(loaded):
     for act in ("int8", "fp8"):
         assert torch.equal(result[act][0], result["none"][0])
         assert not torch.equal(result[act][1], result["none"][1])
+
+
+def test_experts_of_a_mixture_round_and_are_measured(family_checkpoints, monkeypatch):
+    """Where a kernel takes them in 8 bits, which on a CPU none does: so the experts cost nothing and are all chosen."""
+    model, _ = ready(family_checkpoints("qwen3-moe").packed, "cpu")
+    experts = {n: m for n, m in model.named_modules() if isinstance(m, QuantExperts)}
+    set_activations(model, "fp8")
+    assert [m.rounds for m in experts.values()] == ["fp8", "fp8"]
+    ids = torch.randint(3, 120, (2, 100), generator=torch.Generator().manual_seed(2))
+    monkeypatch.setattr(QuantExperts, "takes", lambda self, act, M: act == "int8")
+    choice = choose(model, ids, 1e-9)
+    assert (choice.act, set(choice.rounded)) == ("int8", experts.keys())
+    assert [m.rounds for m in experts.values()] == ["int8", "int8"]
 
 
 def test_the_choice_of_activations_is_printed(loaded, monkeypatch):
