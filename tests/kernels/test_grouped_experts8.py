@@ -93,11 +93,10 @@ EMULATED = [  # N beyond a tile, K that is no multiple of 128, biases, sums of 6
 
 @pytest.fixture(scope="module")
 def built():
-    with emulation.hopper(tile_wgmma8), emulation.sms(3):
-        with emulation.built_at_once():
-            for case in EMULATED:
-                LAYERS[case.to](*layer_of(case, case.E + 1)[0], case.config)
-        yield
+    """The instances of all cases, those of one source by one run of g++."""
+    with emulation.hopper(tile_wgmma8), emulation.sms(3), emulation.built_at_once():
+        for case in EMULATED:
+            LAYERS[case.to](*layer_of(case, case.E + 1)[0], case.config)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its Triton kernels run in the interpreter")
@@ -106,7 +105,8 @@ def built():
 def test_emulated(case):
     """What no slot owns is NaN, tiles behind the last expert's stay unwritten; threads in both orders: the same bits."""
     layer, dense = layer_of(case, case.E + 1)
-    y = emulation.twice(lambda: LAYERS[case.to](*layer, case.config))
+    with emulation.hopper(tile_wgmma8), emulation.sms(3):
+        y = emulation.twice(lambda: LAYERS[case.to](*layer, case.config))
     wanted = truth(case, layer, dense)
     of_rows = (y.double() - wanted).norm(dim=1) / wanted.norm(dim=1)
     assert emulation.error(y, wanted) < TOLERANCE[case.dtype]

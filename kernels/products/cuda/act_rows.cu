@@ -75,7 +75,7 @@ __device__ __forceinline__ float largest(float most, const u32 (&v)[4]) {  // of
 }
 
 template <int WARPS>
-__device__ __forceinline__ float of_block(float most, float (&maxima)[WARPS]) {  // the largest, at least what a scale is made of
+__device__ __forceinline__ float of_block(float most, float (&maxima)[WARPS]) {  // the largest, at least a scale's least
 #pragma unroll
     for (int d = 16; d; d /= 2) most = larger(most, __shfl_xor_sync(0xffffffffu, most, d));
     if ((threadIdx.x & 31) == 0) maxima[threadIdx.x >> 5] = most;
@@ -131,8 +131,8 @@ enum { EVERY_ROW = 0, ROWS_WITH_TOKENS = 1, TOKENS_OF_ROWS = 2 };
 template <int T, bool INT8, int CHUNK, bool INTERLEAVED, int SG, int ROUNDS, int GATE, int WHICH = EVERY_ROW,
           int THREADS = 256>
 __global__ void __launch_bounds__(THREADS)
-act_rows(const u16* __restrict__ x, u32* __restrict__ x8, u16* __restrict__ sums, float* __restrict__ scales,
-         const int* __restrict__ tokens, int K, int steps, int sums_stride) {
+act_rows(const u16* __restrict__ x, u32* __restrict__ x8, u16* __restrict__ sums, float* __restrict__ scales, int K, int steps,
+         int sums_stride, const int* __restrict__ tokens) {
     static_assert(GATE == PLAIN || ROUNDS > 0, "gates are computed once");
     static_assert(THREADS == 256 || ROUNDS > 0, "a row that is read twice is read by 256 threads");
     __shared__ float maxima[THREADS / 32];

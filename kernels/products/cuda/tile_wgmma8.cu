@@ -168,7 +168,8 @@ struct Phases8 {
     }
 
     // ------------------------------------------------------------------------------------------------- zeros
-    // -(s z) of rows r and r + 8 of row tile t, behind those of other experts, in the group that a column of the sums of x has; 0 outside.
+    // -(s z) of rows r and r + 8 of row tile t, behind `before` of other experts, in the group that a column of the sums of x
+    // has; 0 outside.
     static __device__ __forceinline__ u32 minus_zero(int column, int begin, int end, int t, int before, int row_tiles,
                                                      int groups, int r, const u32* scales, const u32* zeros) {
         const int g = GROUP == 0 ? 0 : smaller(column * SG / (GROUP ? GROUP : 1), groups - 1);
@@ -181,9 +182,9 @@ struct Phases8 {
     // read_scales() is called once, where consumers have left the tile before the last.
     template <class ReadScales>
     static __device__ __forceinline__ void make_zeros(ReadScales read_scales, u32 to, u32 full, u32 empty, int first, int lane,
-                                                      int first_tile, int before, int sums_at, int begin, int end, int row_tiles,
-                                                      int groups, const u32* scales, const u32* zeros, int sum_steps,
-                                                      u32& parity) {
+                                                      int first_tile, int before, int sums_at, int begin, int end,
+                                                      int row_tiles, int groups, const u32* scales, const u32* zeros,
+                                                      int sum_steps, u32& parity) {
         if constexpr (SPLIT_K > 1) read_scales();  // its only tile, maybe without a share of K: consumers meet the cluster next
         for (int sum = 0; sum < sum_steps; sum++) {
             barrier_wait(empty, parity ^ 1);
@@ -338,7 +339,8 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
                 first_tile = n_tile * TILES + expert_of(m0) * row_tiles;
                 return true;
             };
-            P::produce(x_map, sums_map, load, row_tiles_of, base, full, empty, team, teams, all, begin, part, sum_steps, sums_at);
+            P::produce(x_map, sums_map, load, row_tiles_of, base, full, empty, team, teams, all, begin, part, sum_steps,
+                       sums_at);
         } else if (warp > 0) {
             u32 parity = 0, odd = 0;
             previous_grid_wait();

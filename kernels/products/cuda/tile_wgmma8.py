@@ -26,7 +26,7 @@ CONFIGS = configs_of(KEYS, (
     (2, 128, 1), (2, 128, 2), (1, 128, 1), (1, 128, 2), (2, 64, 1), (2, 64, 2), (1, 64, 1), (1, 64, 2), (1, 64, 4),
 ))  # fmt: skip
 PARAMETERS = (TensorMap,) * 5 + (ctypes.c_void_p,) * 5 + (ctypes.c_int32,) * 5 + (ctypes.c_void_p,) * 2
-ROUND_PARAMETERS = (ctypes.c_void_p,) * 5 + (ctypes.c_int32,) * 3
+ROUND_PARAMETERS = (ctypes.c_void_p,) * 4 + (ctypes.c_int32,) * 3 + (ctypes.c_void_p,)
 BLOCK_K = 128  # k per stage
 BAND = 8192  # rows of W whose tiles run at the same time
 MAX_STAGES = 8
@@ -153,7 +153,7 @@ def rounded(
     sums = torch.empty(rows, -(-columns // 8) * 8, dtype=x.dtype, device=device)
     scales = torch.empty(rows, dtype=torch.float32, device=device)
     of_rows = 0 if tokens is None else tokens.data_ptr()
-    kernel(rows, 1, 0, x.data_ptr(), x8.data_ptr(), sums.data_ptr(), scales.data_ptr(), of_rows, K, steps, sums.shape[1])
+    kernel(rows, 1, 0, x.data_ptr(), x8.data_ptr(), sums.data_ptr(), scales.data_ptr(), K, steps, sums.shape[1], of_rows)
     return Rounded(x8, sums, scales, columns, int8)
 
 
