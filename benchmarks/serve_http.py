@@ -4,6 +4,8 @@
     python benchmarks/serve_http.py --work /dev/shm/x [--users 1] --loads rag-1,rag-16,rag-64,agents-16,agents-64,chats-128
     python benchmarks/serve_http.py --work /dev/shm/x --texts 64
 
+The server export8 is export with vLLM's own 8-bit activations (its CutlassW4A8 on Hopper, which takes bfloat16).
+
 Each server is a process of its own with the flags that its users would type; all start side by side, then one after another is
 measured while the others wait, by one client: so many connections, prompts as token ids, answers streamed. The model is one of
 random codes (vllm_speed.make), its tokenizer filled up to the model's vocabulary, for a token without text is not told. A
@@ -43,7 +45,7 @@ from safetensors.torch import save_file
 from serve_load import LOADS, LONGEST_NEW, LONGEST_PROMPT, SEED, Answered, Asked, User, plain, requests, row_of, users_of
 from vllm_speed import SHAPES, SIZES, USERS, linears, make
 
-SERVERS = ("lowq", "export", "plugin")
+SERVERS = ("lowq", "export", "plugin")  # unless asked for others
 LOWQ = [sys.executable, "-P", "-c", "from lowq_cli.main import run; run()", "serve"]
 WITH_TEXT = re.compile(rb'"(?:text|content)": ?"[^"]')  # an event that shows something; a last one may have an empty text
 WORDS = re.compile(rb"w(\d+)")  # tokens that fill_tokenizer named
@@ -136,6 +138,22 @@ def adapter(args: argparse.Namespace, number: int) -> Path:
     return folder
 
 
+def with_8_bit_activations(exported: Path) -> Path:
+    """A folder beside an export in compressed-tensors that has vLLM round activations to e4m3, with a scale per token."""
+    folder = exported.with_name(f"{exported.name}-fp8")
+    folder.mkdir(exist_ok=True)
+    for file in exported.iterdir():
+        if file.name != "config.json" and not (folder / file.name).exists():
+            (folder / file.name).symlink_to(file)
+    config = json.loads((exported / "config.json").read_text())
+    rounding = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+    for group in config["quantization_config"]["config_groups"].values():
+        group["input_activations"] = rounding
+    config |= {"torch_dtype": "bfloat16", "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def start(name: str, args: argparse.Namespace, folder: Path) -> Server:
     """Start `lowq serve`, or vLLM as `lowq serve --engine vllm` would."""
     port, env = free_port(), {}
@@ -150,13 +168,16 @@ def start(name: str, args: argparse.Namespace, folder: Path) -> Server:
         from lowq_cli.interop.serving import command
 
         longest = max(LONGEST_PROMPT + LONGEST_NEW, *args.long, LONGEST_TURN if args.loads else 0) + 8
-        extra = ["--max-model-len", str(longest), "--max-num-seqs", "256", "--dtype", "float16"]
+        extra = ["--max-model-len", str(longest), "--max-num-seqs", "256"]
+        extra += ["--dtype", "bfloat16" if name == "export8" else "float16"]
         extra += ["--kv-cache-memory-bytes", str(args.cache << 30), "--gpu-memory-utilization", "0.05"]
         extra += ["--attention-backend", "FLASH_ATTN", "--cudagraph-capture-sizes", *map(str, SIZES), "--served-model-name=m"]
         if several := max(args.adapters, default=0):
             extra += ["--enable-lora", f"--max-loras={several}", f"--max-lora-rank={RANK}", "--lora-modules"]
             extra += [f"a{i}={adapter(args, i)}" for i in range(several)]
         line = command(str(folder), 1, port, tuple(extra), native=name == "plugin")
+        if name == "export8":
+            line[2] = str(with_8_bit_activations(Path(line[2])))
         line = [sys.executable, "-m", "vllm.entrypoints.cli.main", *line[1:]]
         env = {"VLLM_USE_DEEP_GEMM": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     return Server(name, line, port, args.work / f"server-{name}.log", env)
