@@ -1,6 +1,7 @@
 """docs/fp8.md: quantizer, products, 8-bit activations, accuracy.
 
-Results: h100/fp8.json (fp8.py), h200/act_products.json (act_products.py), h200 and cpu/act_quality.json (act_quality.py).
+Results: h100/fp8.json (fp8.py), h200/act_products.json (act_products.py), h200 and cpu/act_quality.json (act_quality.py),
+h200/experts_8bit.json (experts_speed.py).
 """
 
 from statistics import geometric_mean
@@ -117,6 +118,19 @@ def act_products() -> str:
             )
     columns = ("N x K", ">bits", *(f">{n}" for n in names.values()), ">over cuBLAS fp16")
     return table(columns, lines) + f"\n{run['device']}, {run['date']}.\n"
+
+
+@part
+def act_experts() -> str:
+    """Layers of experts in 16 and in 8 bits."""
+    run = read("h200/experts_8bit.json")
+    names = {"qwen3-30b-a3b": "Qwen3-30B-A3B, 4 bits g128", "gpt-oss-20b-codes": "gpt-oss-20b's shape, 4 bits g64"}
+    rows, lines = [r for r in run["rows"] if "grouped_us" in r and "fp8_us" in r], []
+    for r in sorted(rows, key=lambda r: (list(names).index(r["model"]), r["tokens"])):
+        wide, narrow = r["grouped_us"], r["fp8_us"]
+        lines.append((names[r["model"]], f"{r['tokens']:,}", shown(wide), shown(narrow), f"{wide / narrow:.2f}"))
+    columns = ("layer of experts", ">tokens", ">16 bits", ">fp8", ">16 bits over fp8")
+    return table(columns, lines) + f"\n{run['device']}, {run['date'][:10]}.\n"
 
 
 @part
