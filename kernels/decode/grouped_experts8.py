@@ -15,8 +15,8 @@ from lowq_kernels.products.cuda import tile_wgmma8
 from lowq_packers.scheme import Act
 
 SMALL, LARGE = configs_of(tile_wgmma8.KEYS, ((2, 64, 1), (2, 128, 1)))
-# Max. rows of an average expert for tiles of 64 rows. A layer of A3B on an H200 by tiles of 64 / 128 rows: 221 / 243 us where an
-# expert has 64 rows, 349 / 354 at 128, 631 / 565 at 256.
+# Max. rows of an average expert for tiles of 64 rows. A layer of A3B on an H200 by tiles of 64 / 128 rows: 221 / 243 us where
+# an expert has 64 rows, 349 / 354 at 128, 631 / 565 at 256.
 MOST_IN_SMALL = 128
 # Min. rows of an average expert. At 16 reading the experts' weights takes the time (151 us, in 16 bits 130), at 32 162 and 188.
 LEAST_ROWS = 24
