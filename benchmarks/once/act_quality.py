@@ -11,6 +11,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 import lowq
 from lowq_cli.calibrate.texts import tokenize, windows
 from lowq_cli.engine.open_model import ready
-from lowq_cli.evaluate.eight_bits import choose, own_text
+from lowq_cli.evaluate.eight_bits import Choice, choose, own_text
 from lowq_cli.evaluate.logits import device_of, logits_of
 from lowq_cli.hf.activations import quantized_linears
 from lowq_packers.scheme import Act
@@ -33,12 +34,10 @@ Acts = dict[str, Act]  # by layers' names; those that are not in it take 16 bits
 @torch.inference_mode()
 def compared(model: Any, cut: torch.Tensor, modes: dict[str, Acts]) -> dict[str, Row]:
     """ppl, kl, agreement of each mode with 16-bit activations; ppl alone of those."""
-    layers = {n: m for n, m in model.named_modules() if m in set(quantized_linears(model))}
     sums = {name: torch.zeros(3, dtype=torch.float64) for name in modes}
 
     def logs(acts: Acts, part: torch.Tensor) -> torch.Tensor:
-        for name, layer in layers.items():
-            layer.set_act(acts.get(name, "none"))
+        set_acts(model, acts)
         return torch.log_softmax(logits_of(model, part)[:, :-1].float(), -1)
 
     for start in range(0, len(cut), AT_ONCE):
@@ -56,21 +55,35 @@ def compared(model: Any, cut: torch.Tensor, modes: dict[str, Acts]) -> dict[str,
     return rows
 
 
+@contextmanager
+def quantized(folder: Path, width: int, device: str) -> Iterator[tuple[Any, Any, dict[str, Acts], Choice]]:
+    """The model in `width` bits, its tokenizer, the modes by name, and what `auto` chose."""
+    with tempfile.TemporaryDirectory() as at:
+        out = Path(at) / "m"
+        lowq.quantize(str(folder), out=out, bits=width, group=64, lm_head="keep", device=device)
+        model, tokenizer = ready(out, device)
+        names = [n for n, m in model.named_modules() if m in set(quantized_linears(model))]
+        modes: dict[str, Acts] = {"none": {}}
+        for act in ("int8", "fp8"):
+            modes[act] = dict.fromkeys(names, act)
+            modes[f"{act}, down in 16 bits"] = {n: act for n in names if not n.endswith("down")}
+        choice = choose(model, own_text(model, tokenizer))
+        modes["auto"] = dict.fromkeys(choice.rounded, choice.act)
+        yield model, tokenizer, modes, choice
+
+
+def set_acts(model: Any, acts: Acts) -> None:
+    for name, layer in model.named_modules():
+        if layer in set(quantized_linears(model)):
+            layer.set_act(acts.get(name, "none"))
+
+
 def rows_of(folder: Path, texts: list[Path], bits: tuple[int, ...], device: str, tokens: int) -> Iterator[Row]:
     """A row for each width."""
     for width in bits:
-        with tempfile.TemporaryDirectory() as at:
-            out = Path(at) / "m"
-            lowq.quantize(str(folder), out=out, bits=width, group=64, lm_head="keep", device=device)
-            model, tokenizer = ready(out, device)
-            names = [n for n, m in model.named_modules() if m in set(quantized_linears(model))]
-            modes: dict[str, Acts] = {"none": {}}
-            for act in ("int8", "fp8"):
-                modes[act] = dict.fromkeys(names, act)
-                modes[f"{act}, down in 16 bits"] = {n: act for n in names if not n.endswith("down")}
-            choice = choose(model, own_text(model, tokenizer))
-            modes["auto"] = dict.fromkeys(choice.rounded, choice.act)
-            row: Row = {"model": folder.name, "bits": width, "layers": len(names), "auto": vars(choice) | {"said": str(choice)}}
+        with quantized(folder, width, device) as (model, tokenizer, modes, choice):
+            told = vars(choice) | {"said": str(choice)}
+            row: Row = {"model": folder.name, "bits": width, "layers": len(modes["int8"]), "auto": told}
             for text in texts:
                 cut = windows(tokenize(tokenizer, text.read_text()), 512, tokens)
                 row[text.stem] = {"tokens": cut.numel(), **compared(model, cut, modes)}
