@@ -18,6 +18,13 @@ class Stopped(Exception):
     """The work was asked to end."""
 
 
+class Work(Thread):
+    """A thread that a command does not wait for at its end (`main._end`). Where Python itself ends, it is joined as others are:
+    a compiler must not run on while the interpreter is taken down."""
+
+    cut_off = True
+
+
 class Sliced:
     """A call `work(self)` in a thread, which runs inside `lend`, calls `pause` often and `commit` once.
 
@@ -31,7 +38,7 @@ class Sliced:
         self._turn, self._until = Condition(), 0.0
         self._lent = self._alone = False  # whether the work may run; whether it runs without being lent time
         self._stopped = self._committed = False
-        self._thread = Thread(target=self._run, args=(work,))
+        self._thread = Work(target=self._run, args=(work,))
         self._thread.start()
 
     def lend(self, until: float) -> None:

@@ -59,16 +59,15 @@ def launch_unless(stopped: Callable[[], bool], launch: Callable[[], object]) -> 
 
 
 def launches(model: Any) -> list[Callable[[], object]]:
-    """Return one launch of each kernel of single generations, of a server, and of steps with drafts, in this order."""
+    """Return one launch of each kernel of single generations, of their steps with drafts, and of a server, in this order."""
     decoder, met = NativeDecoder(model), set[object]()
     work = [one for way in WAYS for one in precompiling.launches(model, decoder, 1, 1, way, met)]
+    if drafting.is_dense(decoder.plan):
+        work += [one for T in drafting.WIDTHS["cuda"] for one in checks(decoder, T)]
     trial = cache_allocator.trial_runner(
         decoder.plan, decoder.kv, MOST["cuda"], context_limit(model) or cache_allocator.NO_LIMIT, False
     )
-    work += cache_allocator.launches(trial)
-    if drafting.is_dense(decoder.plan):
-        work += [one for T in drafting.WIDTHS["cuda"] for one in checks(decoder, T)]
-    return work
+    return work + cache_allocator.launches(trial)
 
 
 def stand_in(source: Source, plan: Plan, folder: Path) -> SimpleNamespace:

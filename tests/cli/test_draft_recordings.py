@@ -2,6 +2,8 @@
 
 import contextlib
 import random
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -334,3 +336,10 @@ def test_large_models_are_dense_ones_with_long_steps(monkeypatch):
     monkeypatch.setattr(drafting, "step_s", lambda plan: 1.3e-3)
     assert not drafting.is_large(SimpleNamespace(steps=[object.__new__(Experts)], states=[]))
     assert not drafting.is_large(SimpleNamespace(steps=[], states=[Recurrent(())]))
+
+
+def test_a_command_does_not_wait_at_its_end_for_a_compiler():
+    """The work sleeps in one call, as in a compiler, for longer than the test waits."""
+    lines = ("import time, torch", "from lowq_cli import main", "from lowq_cli.engine.slices import Sliced")
+    lines += ("s = Sliced(lambda s: time.sleep(600))", "s.lend(time.perf_counter() + 0.01)", "s.stop()", "main._end(7)")
+    assert subprocess.run([sys.executable, "-c", "\n".join(lines)], timeout=120).returncode == 7
