@@ -1,6 +1,6 @@
 """Compare other tools' checkpoints with lowq's at equal bits: benchmarks/results/accuracy/peers.json.
 
-    python benchmarks/peers.py autoround --models MODELS --data DATA [--iters 200]      AutoRound (sign gradient descent)
+    python benchmarks/peers.py autoround --models MODELS --data DATA [--iters 200] [--fp4 nvfp4,mxfp4]     AutoRound
     python benchmarks/peers.py llamacpp  --models MODELS --data DATA --library LIB      K- and i-quants, importance matrix
     python benchmarks/peers.py exl3      --models MODELS --data DATA --wheel FOLDER     exllamav3's trellis, 2 to 4 bits
     python benchmarks/peers.py lowq      --models MODELS --data DATA [--method distill] [--bpw 3.5,2.5] [--format table-e4m3]
@@ -10,7 +10,7 @@ layer but lm_head is quantized; files are read back into the fp32 model. A row h
 unquantized model (nats a token) on both texts. Flags and files are as in accuracy.py.
 
 autoround: in an environment with lowq and auto-round (0.16.1 was measured; `datasets` need not be the real one); its defaults
-but for --iters, asymmetric, windows of 512 tokens.
+but for --iters, asymmetric, windows of 512 tokens. --fp4: these formats instead of grids, of the weights alone.
 llamacpp: LIB is ggml's base library (libggml-base.so); its quantizing functions and no other code of it are used. One type for
 all matrices: llama.cpp's files mix types by tensor. The importance matrix is what llama-imatrix counts, sums of squared inputs.
 Blocks are of 256 weights, IQ4_NL's of 32: columns are padded with zeros to a multiple of it, and padding is counted as bits.
@@ -43,6 +43,10 @@ TYPES = {  # ggml's number of a type -> its name, width of its codes
     12: ("Q4_K", 4), 20: ("IQ4_NL", 4), 23: ("IQ4_XS", 4), 11: ("Q3_K", 3), 21: ("IQ3_S", 3), 18: ("IQ3_XXS", 3),
     10: ("Q2_K", 2), 22: ("IQ2_S", 2), 17: ("IQ2_XS", 2), 16: ("IQ2_XXS", 2), 29: ("IQ1_M", 1), 19: ("IQ1_S", 1),
 }  # fmt: skip
+FP4 = {
+    "nvfp4": {"group_size": 16, "data_type": "nv_fp"},
+    "mxfp4": {"group_size": 32, "data_type": "mx_fp"},
+}  # its words
 BLOCK, SMALL, ROWS = 256, {20: 32}, 32  # weights that a block has, and of some types; rows quantized at a time
 
 
@@ -76,32 +80,41 @@ def grid_cells(model: str, args: Args, method: str) -> Iterator[Row]:
 
 
 def autoround_cells(model: str, args: Args) -> Iterator[Row]:
-    """Its own grids: scales in fp16 as lowq's, zeros as whole codes."""
-    for cell in grid_cells(model, args, f"auto-round, {args.iters} steps"):
+    """Its own grids: scales in fp16 as lowq's, zeros as whole codes. Or formats of FP4."""
+    name = f"auto-round, {args.iters} steps"
+    for kind in args.fp4:
+        scheme = make_recipe(format=kind).scheme(4, FP4[kind]["group_size"])
+        yield {"model": model, "bits": 4, "bpw": scheme.bits_per_weight(), "method": f"{name}, {kind}"} | about(args)
+    for cell in () if args.fp4 else grid_cells(model, args, name):
         yield cell | {"bpw": cell["bits"] + (16 + cell["bits"]) / cell["group"]}
 
 
 def autoround(folder: Path, judge: Judge, wanted: Sequence[Row], args: Args) -> Iterator[Row]:
-    """AutoRound's GPTQ files, read back by lowq's reader of the format."""
+    """AutoRound's GPTQ files, read back by lowq's reader of the format; of FP4 the weights that it leaves in the model."""
     from auto_round import AutoRound
 
     dense, ids = Judge(folder, args).model, windows_of(folder, judge, args)
     samples = [{"input_ids": w.unsqueeze(0), "attention_mask": torch.ones_like(w).unsqueeze(0)} for w in ids]
     parameters = dict(judge.model.named_parameters())
     for cell in wanted:
-        start = time.monotonic()
+        start, kind = time.monotonic(), cell["method"].split(", ")[-1]
+        weights = FP4[kind] | {"act_bits": 16} if kind in FP4 else {"group_size": cell["group"], "sym": False}
         with tempfile.TemporaryDirectory() as out:
             made = AutoRound(
-                str(folder), judge.tokenizer, bits=cell["bits"], group_size=cell["group"], sym=False, iters=args.iters,
-                seqlen=ids.shape[1], nsamples=len(samples), batch_size=texts.BATCH, dataset=samples, device_map=device(),
-                enable_torch_compile=False,
+                str(folder), judge.tokenizer, bits=cell["bits"], iters=args.iters, seqlen=ids.shape[1], nsamples=len(samples),
+                batch_size=texts.BATCH, dataset=samples, device_map=device(), enable_torch_compile=False, **weights,
             )  # fmt: skip
-            made.quantize_and_save(output_dir=out, format="auto_gptq")
+            if kind in FP4:
+                model, _ = made.quantize()
+                changed = {f"{n}.weight": m.weight for n, m in linears(model).items()}
+            else:
+                made.quantize_and_save(output_dir=out, format="auto_gptq")
+                with open_decoded(str(next(Path(out).rglob("config.json")).parent)) as source:
+                    assert isinstance(source, DecodedSource)
+                    changed = {name: source.read(name) for name in source.dense}
             seconds = time.monotonic() - start
-            with open_decoded(str(next(Path(out).rglob("config.json")).parent)) as source:
-                assert isinstance(source, DecodedSource)
-                for name in source.dense:
-                    parameters[name].data.copy_(source.read(name).reshape(parameters[name].shape))
+            for name, weight in changed.items():
+                parameters[name].data.copy_(weight.reshape(parameters[name].shape))
         yield cell | judged(judge, dense) | {"seconds": round(seconds, 1)}
 
 
@@ -230,7 +243,8 @@ OURS: dict[str, Row] = {
 }  # fmt: skip
 EXPERIMENTS = {
     "autoround": Experiment(
-        "peers.json", (4, 3, 2), ("auto-round",), FLAGS | {"--iters": {"type": int, "default": 200}}, autoround_cells, autoround
+        "peers.json", (4, 3, 2), ("auto-round",),
+        FLAGS | {"--iters": {"type": int, "default": 200}, "--fp4": {"type": words, "default": []}}, autoround_cells, autoround,
     ),
     "llamacpp": Experiment(
         "peers.json", (4, 3, 2), (), FLAGS | {"--library": {"type": Path, "required": True}}, llamacpp_cells, llamacpp

@@ -2,7 +2,7 @@
 
 The package's own extension (some 200 files) is mostly what it decodes with. Here its Python (modules/quant/exl3_lib) is
 imported from an unpacked wheel without the rest of the package; its trellis search is compiled by nvcc behind C functions: the
-default codebook ("mul1") at 2, 2.5, 3, 3.5 and 4 bits. 1.6.5 was measured.
+default codebook ("mul1") at 2, 2.5, 3, 3.5, 4 and 5 bits. 1.6.5 was measured.
 """
 
 import ctypes
@@ -28,6 +28,7 @@ static Kernel kernel_of(int K, int half_bit) {
     if (!half_bit && K == 2) return quantize_tiles_kernel<2, 2>;
     if (!half_bit && K == 3) return quantize_tiles_kernel<3, 2>;
     if (!half_bit && K == 4) return quantize_tiles_kernel<4, 2>;
+    if (!half_bit && K == 5) return quantize_tiles_kernel<5, 2>;
     return nullptr;
 }
 

@@ -3,13 +3,16 @@
     python benchmarks/quantize_cost.py memory        # 16 and 32 layers, 4 bits: benchmarks/results/cpu/quantize_memory.json
     python benchmarks/quantize_cost.py memory --hidden 512 --intermediate 2048 --vocab 8192 --runs 2:rtn --out -
     python benchmarks/quantize_cost.py calibrated [--shape 8B] [--layers 4] [--method gptq,awq] [--device cuda] --out FILE.json
+    python benchmarks/quantize_cost.py estimates MODEL ... [--runs "lsq:bits=4;distill:bpw=3.5"] [--device cuda] --out FILE.json
 
 memory: neither memory nor time per GB may grow with the model; `above_import` is the peak resident memory less what the process
 had after importing the pipeline. On a CPU.
 calibrated: for docs/accuracy.md, results/accuracy/calibrate_time_*.json (rows are added). Layers are alike, one is in memory at
 a time, so seconds per layer and per billion parameters hold for any number of them. The embedding is left as it is; the
-weights' writing is in `seconds` and `cpu_seconds`, not in the layers' own. On a CPU that others use too, `cpu_seconds` (of all
+weights' writing is in `seconds` and `cpu_seconds`, not in the layers' own. Few layers follow the rules for as many weights as
+all layers of the shape have. On a CPU that others use too, `cpu_seconds` (of all
 threads) is what to go by.
+estimates: the seconds that the plan of each run expects, and those it takes (results/<device>/quantize_estimates.json).
 """
 
 import argparse
@@ -26,13 +29,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from pages.accuracy import LAYERS
+
 import lowq_cli
+from lowq_cli import quantizers
 
 Row = dict[str, Any]
 RESULT = Path(__file__).parent / "results" / "cpu" / "quantize_memory.json"
 ROWS = 1 << 22  # weights generated at a time
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 SHAPES = {"1B": (2048, 8192), "8B": (4096, 14336)}  # hidden and intermediate size of Llama 3's
+RUNS = "lsq:bits=4;gptq:bits=4;gptq:bits=2;awq:bits=4;yaqa:bits=4;learn:bits=3;distill:bits=4;distill:bits=2"
 VOCAB = 8192  # the tokenizer's; nothing here depends on it
 
 
@@ -60,8 +67,8 @@ def llama_shapes(config: Row) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def write_model(folder: Path, config: Row, shards: int) -> int:
-    """A random bf16 model in `shards` files, written as a stream. Its bytes."""
+def write_model(folder: Path, config: Row, shards: int, headers_only: bool = False) -> int:
+    """A random bf16 model in `shards` files, written as a stream. Its bytes. headers_only: holes instead of weights."""
     import torch
 
     from lowq_cli.files.safetensors_io import TensorHeader, build_header
@@ -79,9 +86,11 @@ def write_model(folder: Path, config: Row, shards: int) -> int:
         first, _ = build_header(group)
         with open(folder / name, "wb") as f:
             f.write(first)
+            if headers_only:
+                f.truncate(len(first) + sum(h.nbytes for _, h in group))
             for tensor, h in group:
                 where[tensor] = name
-                for at in range(0, h.numel, ROWS):
+                for at in () if headers_only else range(0, h.numel, ROWS):
                     w = torch.empty(min(ROWS, h.numel - at), dtype=torch.bfloat16).normal_(0, 0.02)
                     f.write((w + (len(h.shape) == 1)).view(torch.uint8).numpy().data)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}))
@@ -124,14 +133,29 @@ def measure_memory(model: Path, out: Path, device: str, options: Row) -> Row:
     }
 
 
+def counted_bytes(shape: str, options: Row) -> int:
+    """The bytes of device memory that the plan of a shape with all of its layers counts."""
+    from lowq_cli.calibrate.requirements import working_bytes
+    from lowq_cli.files.source import open_source
+    from lowq_cli.plan.planner import make_plan
+    from lowq_cli.plan.recipe import make_recipe
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), llama_config(LAYERS[shape], *SHAPES[shape], VOCAB), 1, headers_only=True)
+        with open_source(folder) as source:
+            return working_bytes(make_plan(source, make_recipe(**options)))
+
+
 def measure_calibrated(model: Path, out: Path, device: str, options: Row) -> Row:
     """One run: seconds of each layer, memory of host and GPU."""
     import torch
 
+    from lowq_cli.calibrate import requirements
     from lowq_cli.plan.recipe import make_recipe
     from lowq_cli.run import pipeline
     from lowq_cli.run.events import Event, Finished, LayerDone, TensorDone
 
+    requirements.MOST_CODES = int(requirements.MOST_CODES * options.pop("share", 1.0))
     torch.backends.cuda.matmul.allow_tf32 = False
     baseline, began = status("VmRSS"), time.process_time()
     events: list[Event] = []
@@ -159,6 +183,8 @@ def measure_calibrated(model: Path, out: Path, device: str, options: Row) -> Row
         "seconds_per_billion": round((sum(layers) + together) / params * 1e9, 1),
         "peak_rss_bytes": status("VmHWM") - baseline,
         "peak_gpu_bytes": torch.cuda.max_memory_allocated() if cuda else None,
+        "estimated_seconds": round(prepared.budget.seconds or 0, 1),
+        "counted_bytes": requirements.working_bytes(prepared.plan),
         "device": torch.cuda.get_device_name() if cuda else f"CPU, {torch.get_num_threads()} threads",
     }
 
@@ -211,8 +237,33 @@ def calibrated(args: argparse.Namespace) -> None:
             shutil.copy(Path(lowq_cli.__file__).parent / "demo" / name, folder)
         for method in args.method.split(","):
             options = {"bits": args.bits, "group": args.group, "method": method, "calib": "bundled"}
-            options["calib_tokens"] = args.calib_tokens
-            report["rows"].append({"shape": args.shape} | in_a_process("calibrated", Path(folder), args.device, options))
+            options |= {"calib_tokens": args.calib_tokens, "format": args.format}
+            about = {"shape": args.shape, "counted_bytes_all": counted_bytes(args.shape, options)}
+            options["share"] = min(1.0, args.layers / LAYERS[args.shape])
+            report["rows"].append(about | in_a_process("calibrated", Path(folder), args.device, options))
+            print(json.dumps(report["rows"][-1]), flush=True)
+            if args.out:
+                save(Path(args.out), report)
+
+
+def estimates(args: argparse.Namespace) -> None:
+    """Each run of each model. The file is written after each: an hour's may be cut off."""
+    versions = {p: version(p) for p in ("lowq", "torch", "transformers")}
+    report: Row = {"date": datetime.date.today().isoformat(), "versions": versions, "rows": []}
+    if args.out and Path(args.out).is_file():
+        report["rows"] = json.loads(Path(args.out).read_text())["rows"]
+    for model in map(Path, args.models):
+        for run in args.runs.split(";"):
+            method, _, more = run.partition(":")
+            options: Row = {"method": method}
+            if quantizers.needs_text(method):
+                options |= {"calib": args.calib, "calib_tokens": args.calib_tokens}
+            given = (o.partition("=") for o in more.split(",") if o)
+            options |= {k: json.loads(v) if v[0].isdigit() else v for k, _, v in given}
+            about = {"model": model.name, "device": args.device, "load_before": round(os.getloadavg()[0], 1)} | options
+            found = in_a_process("memory", model, args.device, options)
+            times = {k: found[k] for k in ("seconds", "estimated_seconds", "cpu_seconds")}
+            report["rows"].append(about | times | {"over_estimate": round(found["seconds"] / found["estimated_seconds"], 2)})
             print(json.dumps(report["rows"][-1]), flush=True)
             if args.out:
                 save(Path(args.out), report)
@@ -228,8 +279,8 @@ def main() -> None:
     """Parse, and do what the first word says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     subjects = parser.add_subparsers(dest="subject", required=True)
-    one, two = subjects.add_parser("memory"), subjects.add_parser("calibrated")
-    for made, run in ((one, memory), (two, calibrated)):
+    one, two, three = (subjects.add_parser(name) for name in ("memory", "calibrated", "estimates"))
+    for made, run in ((one, memory), (two, calibrated), (three, estimates)):
         made.set_defaults(run=run)
         made.add_argument("--bits", type=int, default=4)
         made.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
@@ -245,9 +296,16 @@ def main() -> None:
     two.add_argument("--layers", type=int, default=4)
     two.add_argument("--method", default="gptq,awq")
     two.add_argument("--group", type=int, default=64)
+    two.add_argument("--format", default="lowq")
     two.add_argument("--calib-tokens", type=int, default=65536)
     two.add_argument("--device", default="cuda")
     two.add_argument("--out")
+    three.add_argument("models", nargs="*")
+    three.add_argument("--runs", default=RUNS, help="METHOD:OPTION=VALUE,...;...")
+    three.add_argument("--calib", default="bundled")
+    three.add_argument("--calib-tokens", type=int, default=16384)
+    three.add_argument("--device", default="cpu")
+    three.add_argument("--out")
     args = parser.parse_args()
     if not args.measure:
         return args.run(args)

@@ -32,6 +32,7 @@ HARMLESS = (  # settings of the quantizer or of other engines that change no wei
     *("module_name_preceding_first_block", "batch_size", "pad_token_id", "cache_block_outputs", "tokenizer", "dataset"),
     *("backend", "use_cuda_fp16", "model_seqlen", "max_input_length", "use_exllama", "disable_exllama", "exllama_config"),
     *("quantizer", "inside_layer_modules", "parallel_packing", "device", "hyb_act", "version", "v2", "quant_path", "task"),
+    *("amp", "iters", "lr", "minmax_lr", "nsamples", "seqlen", "low_gpu_mem_usage", "enable_quanted_input"),  # of AutoRound
 )
 
 
