@@ -1,0 +1,158 @@
+"""Measure what each part of `distill` is worth: one walk through the layers, then trainings with one part left out each.
+
+    python benchmarks/shares.py MODEL --data DATA [--bits 2] [--group 16] [--format table-e4m3] [--calib-tokens 131072]
+        [--seeds 0,1] [--start gptq,lsq] [--left-out whole,codes,...] --out FILE.json
+
+MODEL writes its own text. Linears alone are quantized; KL divergence and perplexity as in peers.py. A row has the model, the
+scheme, the seed of the text, the rounding that the training starts from, and what was left out:
+walked (everything: as the layers left them), whole (nothing), codes (they stay), scales (with zeros and tables), norms,
+outside (embedding, head and last norm), passes (half of them), near (codes start amid their intervals, not where weights lie).
+--start: the product's own rounding (own: gptq, or yaqa where it takes the curvature), gptq where the product takes yaqa, or lsq
+(codes nearest to the weights, without a text).
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accuracy import quantized
+from accuracy_rows import Judge, device, ints, words
+from peers import judged
+
+from lowq_cli.calibrate import calibration, end_to_end, requirements
+from lowq_cli.plan.recipe import make_recipe
+from lowq_cli.quantizers import distill, lsq
+
+LEFT_OUT = ("walked", "whole", "codes", "scales", "norms", "outside", "passes", "near")
+
+
+class Done(Exception):
+    """All parts are measured, and the walk has nothing more to do."""
+
+
+def put(trained: end_to_end.EndToEnd, model: Any) -> None:
+    """Give a model the values of a training."""
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for layer in trained.layers:
+            for name, grid in layer.grids.items():
+                parameters[f"{name}.weight"].copy_(grid.quantized().dequantize())
+            for path, t in layer.norms.items():
+                parameters[layer.names[path]].copy_(t.to(trained.kept[layer.names[path]]))
+        for name, t in trained.outside.learnt().items():
+            parameters[name].copy_(t)
+
+
+def prepared(part: str, given: tuple[Any, ...]) -> end_to_end.EndToEnd:
+    """A training without a part."""
+    kept = {k: getattr(requirements, k) for k in ("TOGETHER", "TABLES", "MORE_PASSES", "PASSES")}
+    grid, rates = end_to_end.Grid, kept["TOGETHER"].items()
+    requirements.TOGETHER = {b: (s * (part != "scales"), n * (part != "norms"), c) for b, (s, n, c) in rates}
+    if part == "outside":
+        requirements.TABLES = 0.0
+    if part == "passes":
+        requirements.MORE_PASSES, requirements.PASSES = kept["MORE_PASSES"] // 2, kept["PASSES"] // 2
+
+    def of(q: Any, dtype: Any, where: Any, rate: float, code_rate: float, near: Any = None) -> Any:
+        return grid(q, dtype, where, rate, code_rate * (part != "codes"), None if part == "near" else near)
+
+    end_to_end.Grid = of  # type: ignore[assignment, misc]
+    try:
+        return end_to_end.EndToEnd(*given)
+    finally:
+        end_to_end.Grid = grid  # type: ignore[misc]
+        for k, v in kept.items():
+            setattr(requirements, k, v)
+
+
+def keep(args: argparse.Namespace, row: dict[str, Any]) -> None:
+    """Print a row, and add it to the file."""
+    print(json.dumps(row), flush=True)
+    versions = {p: importlib.metadata.version(p) for p in ("lowq", "torch", "transformers")}
+    on = torch.cuda.get_device_name() if device() == "cuda" else "CPU"
+    report = {"date": datetime.date.today().isoformat(), "device": on, "versions": versions, "rows": []}
+    if args.out.is_file():
+        report["rows"] = json.loads(args.out.read_text())["rows"]
+    report["rows"].append(row)
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def measure(args: argparse.Namespace, seed: int, start: str) -> None:
+    """A row per part, after one walk."""
+    judge, dense = Judge(args.model, args), Judge(args.model, args).model
+    about = {"model": args.model.name, "bits": args.bits, "group": args.group, "format": args.format, "seed": seed}
+    about |= {"calib_tokens": args.calib_tokens, "start": start}
+
+    class Parts:
+        """Takes the place of the training."""
+
+        def __init__(self, *given: Any) -> None:
+            self.given = given
+
+        def run(self, *text: Any) -> Iterator[Any]:
+            for part in args.left_out:
+                began = time.monotonic()
+                trained = prepared(part, self.given)
+                with tempfile.TemporaryDirectory() as folder:
+                    if part != "walked":
+                        copied = [t.clone() if isinstance(t, torch.Tensor) else t for t in text[:-1]]
+                        losses = [step.loss for step in self.training(trained, copied, Path(folder))]
+                    else:
+                        losses = []
+                put(trained, judge.model)
+                seconds = round(time.monotonic() - began, 1)
+                keep(args, about | {"left_out": part, "losses": losses, "seconds": seconds} | judged(judge, dense))
+                for layer in trained.layers:
+                    layer.module.forward = layer.forward
+            raise Done
+            yield
+
+        def training(self, trained: end_to_end.EndToEnd, text: list[Any], folder: Path) -> Iterator[Any]:
+            trained._write = lambda *_: None  # type: ignore[method-assign]
+            yield from trained.run(*text, folder)
+
+    original = calibration.EndToEnd, calibration.better, distill.quantize, requirements.BOTH_SIDES
+    calibration.EndToEnd = Parts  # type: ignore[assignment, misc]
+    if start == "lsq":
+        distill.quantize = lambda W, scheme, dtype=None, moments=None, **_: lsq.quantize(W, scheme, dtype)
+        calibration.better = lambda W, given, moments: given
+    elif start == "gptq":
+        requirements.BOTH_SIDES = ()
+    how = {"calib": "self", "calib_tokens": args.calib_tokens, "calib_seed": seed, "format": args.format}
+    try:
+        quantized(args.model, make_recipe(method="distill", bits=args.bits, group=args.group, lm_head="keep", **how), judge)
+    except Done:
+        pass
+    finally:
+        calibration.EndToEnd, calibration.better, distill.quantize, requirements.BOTH_SIDES = original  # type: ignore[misc]
+
+
+def main() -> None:
+    """Each seed, each start."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("model", type=Path)
+    made.add_argument("--data", type=Path, required=True)
+    made.add_argument("--bits", type=int, default=2)
+    made.add_argument("--group", type=int, default=16)
+    made.add_argument("--format", default="table-e4m3")
+    made.add_argument("--calib-tokens", type=int, default=131072)
+    made.add_argument("--seeds", type=ints, default=[0, 1])
+    made.add_argument("--start", type=words, default=["own"])
+    made.add_argument("--left-out", type=words, default=list(LEFT_OUT))
+    made.add_argument("--tokens", type=int, help="of each text evaluated; all by default")
+    made.add_argument("--out", type=Path, required=True)
+    args = made.parse_args()
+    for seed in args.seeds:
+        for start in args.start:
+            measure(args, seed, start)
+
+
+if __name__ == "__main__":
+    main()
