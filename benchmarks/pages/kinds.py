@@ -26,6 +26,12 @@ def kinds() -> str:
 
 
 def _mixture(rows: list[Row]) -> str:
+    """A table for each number of calibration tokens."""
+    numbers = dict.fromkeys(r["calib_tokens"] for r in rows)
+    return "\n".join(_experts([r for r in rows if r["calib_tokens"] == number]) for number in numbers)
+
+
+def _experts(rows: list[Row]) -> str:
     """A row per method and width."""
     visits, *measured = rows
     shares = [s for of in visits["shares"] for s in of]

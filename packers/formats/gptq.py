@@ -25,14 +25,16 @@ from lowq_packers.scheme import Scheme
 WIDTHS = (8, 4, 3, 2)
 SHORT = ", short last group"
 PER_MODULE = ("bits", "w_bit", "group_size", "q_group_size", "sym", "desc_act")
-USED = ("quant_method", "checkpoint_format", "format", "pack_dtype", "dynamic", "rotation", "adapter", "is_marlin_format")
+ABSENT = ("rotation", "adapter", "is_marlin_format")  # such files are refused
+USED = ("quant_method", "checkpoint_format", "format", "pack_dtype", "data_type", "dynamic", *ABSENT)
 HARMLESS = (  # settings of the quantizer or of other engines that change no weight
     *("meta", "damp_percent", "damp_auto_increment", "static_groups", "true_sequential", "mse", "act_group_aware", "method"),
     *("model_name_or_path", "model_file_base_name", "modules_in_block_to_quantize", "block_name_to_quantize", "lm_head"),
     *("module_name_preceding_first_block", "batch_size", "pad_token_id", "cache_block_outputs", "tokenizer", "dataset"),
     *("backend", "use_cuda_fp16", "model_seqlen", "max_input_length", "use_exllama", "disable_exllama", "exllama_config"),
     *("quantizer", "inside_layer_modules", "parallel_packing", "device", "hyb_act", "version", "v2", "quant_path", "task"),
-    *("amp", "iters", "lr", "minmax_lr", "nsamples", "seqlen", "low_gpu_mem_usage", "enable_quanted_input"),  # of AutoRound
+    *("amp", "autoround_version", "provider", "iters", "lr", "minmax_lr", "nsamples", "seqlen", "gradient_accumulate_steps"),
+    *("low_gpu_mem_usage", "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input"),  # AutoRound
 )
 
 
@@ -54,7 +56,9 @@ def _version(q: Mapping[str, Any]) -> int:
 def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Matrix]:
     q = c.section(config, "quantization_config")
     c.check_fields(q, (*USED, *PER_MODULE), HARMLESS)
-    c.check_absent(q, "rotation", "adapter", "is_marlin_format")
+    c.check_absent(q, *ABSENT)
+    if q.get("data_type", "int") != "int":
+        raise UnsupportedError(f"GPTQ with data_type {q['data_type']!r} is not supported; lowq reads int")
     if q.get("pack_dtype", "int32") != "int32":
         raise UnsupportedError(f"GPTQ packed in {q['pack_dtype']!r} is not supported; lowq reads int32")
     version, rules = _version(q), c.dynamic_rules(q, PER_MODULE, HARMLESS)

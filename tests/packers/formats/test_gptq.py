@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowq_packers import bitstream, formats
-from lowq_packers.errors import DamagedError
+from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.qtensor import QuantizedTensor
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -61,6 +61,15 @@ def test_gptq_zeros_of_both_versions(version, bits, word, z):
     (q,) = read(gptq_tensors(word, bits, N=16), config).values()
     assert q.zeros.unique().tolist() == [z]
     assert q.dequantize()[0, :4].tolist() == [(k % (1 << bits) - z) / 2 for k in range(4)]
+
+
+def test_what_auto_round_writes_beside_the_grid_changes_nothing_and_other_kinds_of_data_are_refused():
+    written_by = {"amp": False, "autoround_version": "0.16.1", "damp_percent": 0.01, "iters": 200, "provider": "auto-round"}
+    tensors = gptq_tensors(0x77777777)
+    (q,) = read(tensors, gptq_config(data_type="int", **written_by)).values()
+    assert q.zeros.unique().tolist() == [8]
+    with pytest.raises(UnsupportedError, match="data_type 'mx_fp'"):
+        read(tensors, gptq_config(data_type="mx_fp", **written_by))
 
 
 def test_gptq_version_1_zeros_of_0_have_borrowed_from_the_next_and_are_noted():
