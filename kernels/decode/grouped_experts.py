@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lowq_kernels.decode.activation import UNGATED
 from lowq_kernels.decode.elementwise import activated, gated
 from lowq_kernels.decode.launch import pdl
-from lowq_kernels.decode.mixture import many_slots, wide
+from lowq_kernels.decode.mixture import many_slots
 from lowq_kernels.dispatch.registry import Config, register
 from lowq_kernels.modules.stack import ExpertsCall, Stack
 from lowq_kernels.products.cuda import tile_wgmma_grouped
@@ -195,7 +195,8 @@ def grouped_experts(
     (M, H), (experts, top_k) = x.shape, (gate_up.words.shape[0], ids.shape[1])
     if M == 0:
         return torch.empty_like(x)
-    rows = tile_wgmma_grouped.block(M * top_k, experts, wide(down.facts))
+    assert down.scheme is not None
+    rows = tile_wgmma_grouped.block(M * top_k, experts, down.scheme.bits)
     x, ids = x.contiguous(), ids.contiguous()
     if M * top_k <= MOST_SORTED:
         sorted_x, row, of_tile, valid = sort(x, ids, experts, rows)

@@ -23,11 +23,11 @@ MOST_ALONE = 1 / 16
 # Group `wide` experts with a gate from this share of all experts and this many slots on. us of a step of 8 sequences, 64 slots,
 # ungrouped (grouped), H200: glm4_moe, three mixtures of 128 experts, 737 (615), minimax_m2, three of 256, 567 (475).
 LEAST_WIDE, LEAST_SLOTS = 0.25, 64
-WIDE = 1408  # least features between the products of `wide` experts; qwen3_moe's 768 were not timed in tiles of 8 rows
+WIDE = 1408  # least features between the products of `wide` experts; with qwen3_moe's 768, 8 sequences were not timed
 
 
 def wide(down: Facts) -> bool:
-    """Whether experts with this down product are of the kind that was timed in tiles of 8 rows: of 4 bits, not narrow."""
+    """Whether experts with this down product are of the kind that was timed with so few slots: of 4 bits, not narrow."""
     _, K, scheme, _ = down
     return scheme is not None and scheme.bits == 4 and not scheme.table and K >= WIDE
 

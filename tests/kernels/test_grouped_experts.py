@@ -29,7 +29,7 @@ CASES = [  # tokens, experts, experts a token, width, hidden, bits, group, zero,
     (40, 3, 2, 32, 112, 4, 16, "e2m1/e4m3", torch.float16, 32),
     (70, 2, 1, 32, 64, 4, 32, "fitted", torch.float16, 64),
     (7, 5, 2, 64, 128, 4, 32, "float", torch.bfloat16, 16, "ungated relu2"),
-    (7, 5, 2, 96, 512, 4, 64, "none", torch.float16, 8),  # blocks divide the steps of the last tiles
+    (7, 5, 2, 96, 512, 4, 64, "none", torch.float16, 8),
     (9, 5, 2, 96, 544, 4, 32, "float", torch.bfloat16, 8),
 ]
 
@@ -77,8 +77,8 @@ def grouped(case, order=1):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_layer(case):
-    (T, E, top_k), (dtype, rows) = case[:3], case[8:10]
-    assert tile_wgmma_grouped.block(rows * E if rows > 64 else T * top_k, E) in tile_wgmma_grouped.CONFIGS
+    (T, E, top_k), bits, (dtype, rows) = case[:3], case[5], case[8:10]
+    assert tile_wgmma_grouped.block(rows * E if rows > 64 else T * top_k, E, bits) in tile_wgmma_grouped.CONFIGS
     y, wanted = grouped(case)
     if rows <= 32:
         assert torch.equal(y, grouped(case, -1)[0]), "the order of the threads changes the result"

@@ -50,8 +50,11 @@ def test_wide_experts_are_grouped_from_64_slots_on():
 
     assert [kernel(8, 1408), kernel(7, 1408), kernel(8, 768), kernel(8, 1408, 8)] == [GROUPED, EACH, EACH, EACH]
     assert kernel(8, 1408, experts=512) == EACH
-    assert [tile_wgmma_grouped.block(n, 128, wide=True) for n in (64, 512, 640)] == [8, 8, 16]
-    assert tile_wgmma_grouped.block(64, 128) == 16
+
+
+def test_experts_of_4_bits_and_few_rows_have_tiles_of_8():
+    assert [tile_wgmma_grouped.block(n, 128, 4) for n in (64, 512, 640)] == [8, 8, 16]
+    assert tile_wgmma_grouped.block(64, 128, 8) == 16
 
 
 def test_a_recording_takes_the_operations_that_can_be_recorded_for_many_tokens():

@@ -30,7 +30,7 @@
 // GROUPED   W is many weights of N rows, `next` row tiles apart, and each tile of x has one of them, experts[tile of x]: a
 //           mixture's products, with rows of x sorted by expert; bias is (E, N). Rows from *valid on are left alone. Both come
 //           from memory that the previous kernel may have written. An expert's words leave L2 first, as most experts have one
-//           tile of x. `whole` is 0 if blocks shall divide the last tiles; how many, the device decides.
+//           tile of x.
 // Limits    K a multiple of 8. With WARPGROUPS_K > 1, STAGES is a multiple of WARPGROUPS_K and at least twice it, and the steps
 //           of a tile are a multiple of it, or there is one tile per block. So a stage always goes to the same warpgroups; one
 //           that missed a phase of its barrier would take an old phase for the next. Divided tiles: at least one span per
@@ -185,14 +185,9 @@ struct WgmmaThread : WgmmaArguments {
 
     // ------------------------------------------------------------------------------------------------- which tiles
     // These are computed where they are needed: kept from the start on, they take registers next to the sums.
-    // GROUPED: only the device knows how many tiles there are. If the launch asks for it (`whole` is 0), one to two tiles a
-    // block are divided, unless some blocks would have none of their steps.
-    __device__ __forceinline__ void find_valid() {
+    __device__ __forceinline__ void find_valid() {  // GROUPED: only the device knows how many tiles there are; each is whole
         M = *valid;
-        const int tiles = M / BLOCK_M * ((N + 64 * WARPGROUPS_N - 1) / (64 * WARPGROUPS_N)), turns = tiles / teams;
-        const int undivided = turns > 1 ? (turns - 1) * teams : 0;
-        const bool divides = whole == 0 && tiles % teams && (tiles - undivided) * (steps / WARPGROUPS_K) >= teams;
-        whole = divides ? undivided : tiles;
+        whole = M / BLOCK_M * ((N + 64 * WARPGROUPS_N - 1) / (64 * WARPGROUPS_N));
     }
     __device__ __forceinline__ int divided_spans() const {  // spans of all tiles that blocks divide
         const int all = (M + BLOCK_M - 1) / BLOCK_M * ((N + 64 * WARPGROUPS_N - 1) / (64 * WARPGROUPS_N));
