@@ -1,16 +1,20 @@
 """Time decoding of all families on one GPU: real layer widths, few layers. benchmarks/results/<gpu>/families_speed.json.
 
     python benchmarks/families_speed.py [--out FILE] [--launches] [--kernels] [--dtype bfloat16] [FAMILY or whole:NAME ...]
+    python benchmarks/families_speed.py --contexts 32768,131072 --variant 4g128h4 whole:qwen3_5
 
 Random weights, 4 bits g128 (NARROW: g64), vocabulary 8,192. Share: bytes of weights that a step touches (experts by their
 share, the embedding left out) over the memory's measured read speed, of a step's time at batch 1. First token: of a prompt of
 1,000 tokens, warm. A row: {family, layers, decoder, step_us, share, tokens_per_s_8, first_token_ms}; --launches adds names and
 numbers of the kernels of one step, and the tokens drawn, for comparing two trees; --kernels the times of those of a prompt;
 --timeline what each kernel adds to a step of 1 and of 8 sequences (`lowq_cli/engine/timeline.py`).
-whole:NAME is a published model of `tests/families/sizes.py`, with its own vocabulary and all layers or as many as WHOLE says.
+whole:NAME is a published model of `tests/families/sizes.py`, with its own vocabulary and all layers, or as many as make MOST
+billions of parameters. --contexts adds the step after so many tokens. Processes with one --turn
+FILE build side by side and measure one after another.
 """
 
 import argparse
+import fcntl
 import gc
 import hashlib
 import json
@@ -101,12 +105,12 @@ SHAPES: dict[str, dict[str, Any]] = {  # of one published size each; num_hidden_
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "families"))
 import sizes  # noqa: E402
 
-# published models, of all layers or so many: their text config, whatever they are wrapped in
-WHOLE = {"qwen3_5": 0, "qwen3_5_moe": 0, "gemma4": 12, "gemma4/26b-a4b": 12, "deepseek_v3": 5, "nemotron_h": 0}
+MOST = 50  # billions of parameters; a model of more is cut to layers of so many, or to LEAST layers
+LEAST = 6  # DeepSeek V3's first three have no experts
 NINE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text", "mixtral", "qwen3_moe", "gpt_oss")
 # whose layers are no multiple of 128 wide: groups of 64
-NARROW = ("gpt_oss", "glm4_moe", "deepseek_v2", "whole:gemma4/26b-a4b", "whole:nemotron_h")
-STEPS, PROMPT = 200, 1000
+NARROW = ("gpt_oss", "glm4_moe", "deepseek_v2")
+STEPS, SECONDS, PROMPT = 200, 0.4, 1000  # of a run: max. steps and about so many seconds
 
 
 def model_of(family: str, device: str, dtype: torch.dtype, variant: str = "") -> Any:
@@ -114,12 +118,18 @@ def model_of(family: str, device: str, dtype: torch.dtype, variant: str = "") ->
     name = family.removeprefix("whole:")
     if name == family:
         config = AutoConfig.for_model(family, **COMMON, **SHAPES[family])
-    else:
-        config = AutoConfig.for_model(name.split("/")[0], **deepcopy(sizes.CONFIGS[name])).get_text_config()
-        config.num_hidden_layers = WHOLE[name] or config.num_hidden_layers
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[: config.num_hidden_layers]
-    return random_model(config, variant or ("4g64" if family in NARROW else "4g128"), device, dtype)
+        return random_model(config, variant or ("4g64" if family in NARROW else "4g128"), device, dtype)
+    config = AutoConfig.for_model(name.split("/")[0], **deepcopy(sizes.CONFIGS[name])).get_text_config()
+    every = config.num_hidden_layers
+    layers = min(every, max(LEAST, round(every * MOST / sizes.BILLIONS[name])))
+    for key, value in list(vars(config).items()):
+        if layers < every and isinstance(value, list) and len(value) == every:
+            setattr(config, key, value[:layers])
+    config.num_hidden_layers = layers
+    fields = ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "mamba_d_ssm")
+    widths = [n for key in fields if (n := getattr(config, key, None))]
+    group = next(g for g in (128, 64, 32) if all(n % g == 0 for w in widths for n in (w if isinstance(w, list) else [w])))
+    return random_model(config, variant or f"4g{group}", device, dtype)
 
 
 def random_model(config: Any, variant: str, device: str, dtype: torch.dtype) -> Any:
@@ -138,18 +148,17 @@ def random_model(config: Any, variant: str, device: str, dtype: torch.dtype) -> 
 
 
 def step_seconds(decoder: Any, prompts: list[list[int]], steps: int) -> float:
-    """Seconds of a step after these prompts: the least of three runs."""
-    found = []
-    for _ in range(3):
+    """Seconds of a step after these prompts: the least of three runs, of one after long ones."""
+    found = list[float]()
+    for _ in range(1 if len(prompts[0]) > 8 * PROMPT else 3):
         decoder.start(prompts, Sampling(), steps + 20)
-        for _ in range(10):
-            decoder.step()
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(steps):
-            decoder.step()
-        torch.cuda.synchronize()
-        found.append((time.perf_counter() - began) / steps)
+        for count in (10, min(steps, max(20, round(SECONDS / found[0]))) if found else steps // 4):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(count):
+                decoder.step()
+            torch.cuda.synchronize()
+        found.append((time.perf_counter() - began) / count)
     return min(found)
 
 
@@ -180,14 +189,32 @@ def of_steps(decoder: Any, prompts: list[list[int]]) -> list[tuple[str, float, f
     return [(p.what[:100], round(p.us, 1), round(p.calls, 1)) for p in parts]
 
 
-def row(family: str, device: str, args: argparse.Namespace, speed: float) -> dict[str, Any]:
+def first_token(decoder: Any, prompt: list[list[int]]) -> float:
+    """Milliseconds until the first token of a prompt, the least of three after a first one."""
+    times = []
+    for i in range(4):
+        prompt[0][0] = 100 + i  # nothing of the prompt before is held
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        decoder.start(prompt, Sampling(), 1)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return round(min(times[1:]) * 1e3, 1)
+
+
+def row(family: str, device: str, args: argparse.Namespace, speed: float, turn: Any) -> dict[str, Any]:
     """What is measured of one family."""
     torch.manual_seed(0)
-    model = model_of(family, device, getattr(torch, args.dtype))
+    fcntl.flock(turn, fcntl.LOCK_SH)  # others build as well
+    model = model_of(family, device, getattr(torch, args.dtype), args.variant)
     decoder = decoder_of(model)
     g = torch.Generator().manual_seed(1)
     prompts = torch.randint(2, 8000, (8, 128), generator=g).tolist()
-    precompiling.warm(model, decoder, prompts[:1], Sampling())
+    long = torch.randint(2, 8000, (1, PROMPT), generator=g).tolist()
+    for warmed in (prompts[:1], prompts, long):
+        precompiling.warm(model, decoder, warmed, Sampling())
+    fcntl.flock(turn, fcntl.LOCK_UN)
+    fcntl.flock(turn, fcntl.LOCK_EX)
     first = decoder.start(prompts[:1], Sampling(), 40)
     drawn = [int(first[0]), *(int(decoder.step()[0]) for _ in range(30))]
     made = {"family": family, "layers": model.config.num_hidden_layers, "decoder": decoder.name, "reason": decoder.reason}
@@ -196,21 +223,17 @@ def row(family: str, device: str, args: argparse.Namespace, speed: float) -> dic
     one = step_seconds(decoder, prompts[:1], STEPS)
     nbytes = explain.bytes_per_token(model, decoder, 1)
     eight = step_seconds(decoder, prompts, STEPS // 2)
-    long, times = torch.randint(2, 8000, (1, PROMPT), generator=g).tolist(), []
-    for i in range(4):
-        long[0][0] = 100 + i  # nothing of the prompt before is held
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        decoder.start(long, Sampling(), 1)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
+    made |= {"step_us": round(one * 1e6, 1), "share": round(nbytes / speed / one, 3), "bytes": nbytes}
+    made |= {"tokens_per_s_8": round(8 / eight), "first_token_ms": first_token(decoder, long)}
     if args.kernels:
         long[0][0] = 99
         made["prompt_kernels_us"] = of_prompt(decoder, long)
     if args.timeline:
         made |= {"timeline": of_steps(decoder, prompts[:1]), "timeline_8": of_steps(decoder, prompts)}
-    made |= {"step_us": round(one * 1e6, 1), "share": round(nbytes / speed / one, 3), "bytes": nbytes}
-    return made | {"tokens_per_s_8": round(8 / eight), "first_token_ms": round(min(times[1:]) * 1e3, 1)}
+    for tokens in map(int, filter(None, args.contexts.split(","))):
+        ids = torch.randint(2, 8000, (1, tokens), generator=g).tolist()
+        made.setdefault("contexts", {})[tokens] = round(step_seconds(decoder, ids, STEPS) * 1e6, 1)
+    return made
 
 
 def main() -> None:
@@ -222,22 +245,29 @@ def main() -> None:
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--timeline", action="store_true")
     parser.add_argument("--dtype", default="float16")
+    parser.add_argument("--variant", default="", help="as e2e_decode.py spells them")
+    parser.add_argument("--contexts", default="")
+    parser.add_argument("--turn", type=Path, default=Path("/dev/null"))
     args = parser.parse_args()
-    rows, device = [], torch.device("cuda")
-    speed = bandwidth.measured(device)
-    for family in args.families or (*SHAPES, *(f"whole:{name}" for name in WHOLE)):
-        try:
-            rows.append(row(family, "cuda", args, speed))
-        except Exception as e:
-            rows.append({"family": family, "decoder": "none", "reason": f"{type(e).__name__}: {e}"[:300]})
-        print({k: v for k, v in rows[-1].items() if k not in ("launches", "timeline", "timeline_8")}, flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
-    name = torch.cuda.get_device_name()
-    found = {"gpu": name, "gbs": round(speed / 1e9), "date": datetime.now(UTC).isoformat(timespec="minutes"), "rows": rows}
-    found |= {"torch": torch.__version__, "transformers": version("transformers")}
+    rows, device = list[dict[str, Any]](), torch.device("cuda")
+    name, everything = torch.cuda.get_device_name(), (*SHAPES, *(f"whole:{name}" for name in sizes.CONFIGS))
     out = args.out or results_of(name) / "families_speed.json"
-    out.write_text(json.dumps(found, indent=1) + "\n")
+    with args.turn.open("a") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        speed = bandwidth.measured(device)
+        fcntl.flock(turn, fcntl.LOCK_UN)
+        for family in args.families or everything:
+            try:
+                rows.append(row(family, "cuda", args, speed, turn))
+            except Exception as e:
+                rows.append({"family": family, "decoder": "none", "reason": f"{type(e).__name__}: {e}"[:300]})
+            fcntl.flock(turn, fcntl.LOCK_UN)
+            print({k: v for k, v in rows[-1].items() if k not in ("launches", "timeline", "timeline_8")}, flush=True)
+            gc.collect()
+            torch.cuda.empty_cache()
+            found = {"gpu": name, "gbs": round(speed / 1e9), "date": datetime.now(UTC).isoformat(timespec="minutes")}
+            found |= {"torch": torch.__version__, "transformers": version("transformers"), "rows": rows}
+            out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from lowq_packers import arch
 from lowq_packers.arch.config import NotPlain, read_config
 from lowq_packers.arch.parts import mixers
 from pages import RESULTS, ROOT, part, read, table
+from pages.work import flops, step_bytes
 
 
 @part
@@ -134,6 +135,34 @@ def beside_vllm() -> str:
                 told += f"Answers after {found['prompt']} tokens.\n\n"
     cells = [cell for family, engines in by.items() if (cell := _beside(family, engines))]
     return told + table(("family", ">layers", *BESIDE), cells)
+
+
+@part
+def work() -> str:
+    """The same runs by what a family computes and reads, next to Llama's; lowq alone."""
+    rows = dict[str, dict[str, Any]]()
+    for path in sorted(RESULTS.glob("*/families_vllm*.json")):
+        rows |= {row["family"]: row for row in read(str(path.relative_to(RESULTS)))["rows"] if row["engine"] == "lowq"}
+    speed = read("h200/families_speed_heads.json")["gbs"]
+    done = {name: _work(row, speed) for name, row in rows.items() if row.get("first")}
+    llama = done["llama"]
+    cells = []
+    for name, (layers, share, rates) in done.items():
+        of_prompts = [f"{rates[n]:.0f} ({llama[2][n] / rates[n]:.2f})" if n in rates else "" for n in llama[2]]
+        cells.append((f"`{name}`", layers, f"{share:.0%}", *of_prompts))
+    told = f"An H200 whose memory reads {speed:,} GB/s.\n\n"
+    return told + table(("family", ">layers", ">of reading", ">TFLOP/s of 1,000 tokens (Llama's over it)", ">of 8,000"), cells)
+
+
+def _work(row: dict[str, Any], speed: float) -> tuple[str, float, dict[int, float]]:
+    """The layers, the share of a step of one sequence that reading weights takes, and TFLOP/s of prompts by their tokens."""
+    from families_vllm import cut
+
+    name = row["family"]
+    model = read_config({"model_type": name.split("/")[0], "max_position_embeddings": 32768, **cut(name)[0]})[1]
+    share = step_bytes(model, row["group"]) / speed / 1e9 * row["steps"][0]["tokens_per_s"]
+    rates = {first["tokens"]: flops(model, first["tokens"]) / first["seconds"] / 1e12 for first in row["first"]}
+    return f"{row['layers']} of {row['of_layers']}", share, rates
 
 
 BESIDE = (">tokens/s of 1, lowq / vLLM", ">of 8", ">of 64", ">first token of 1,000, ms", ">of 8,000")
