@@ -67,7 +67,8 @@ MORE: dict[str, Row] = {
     "gemma4/26b-a4b": GEMMA4,
 }
 GEMMA = ("gemma3", "gemma4", "gemma4/26b-a4b")  # their embedding is the head, too
-BF16 = (*GEMMA, "deepseek_v3")  # vLLM refuses Gemma 3 in fp16, and its router of DeepSeek V3 takes bf16 alone
+# vLLM refuses Gemma 3 in fp16, and its router of DeepSeek V3 takes bf16 alone; Qwen 3.5 is published in it.
+BF16 = (*GEMMA, "deepseek_v3", "qwen3_5", "qwen3_5_moe")
 IN_16_BITS = [
     "re:.*lm_head$",
     "re:.*gate$",
