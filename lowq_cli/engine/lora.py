@@ -37,7 +37,7 @@ def adapt(plan: Plan, given: Sequence[Adapter]) -> Adapters:
     for adapter, modules in zip(given, used, strict=True):
         if left := sorted(set(adapter.factors) - modules):
             line = f"the adapter {adapter.name} changes {left[0]}, which is not a separate matrix product in this model"
-            raise UnsupportedError(f"{line}; merge it into its base model (peft: merge_and_unload)")
+            raise UnsupportedError(f"{line}; if it is of this model, merge it into the base (peft: merge_and_unload)")
     plan.adapters = adapters
     return adapters
 

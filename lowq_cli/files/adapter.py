@@ -23,6 +23,8 @@ UNPLAIN = (
     "use_dora", "modules_to_save", "lora_bias", "trainable_token_indices", "layer_replication", "alora_invocation_tokens",
     "use_qalora", "use_bdlora", "kasa_config", "arrow_config",
 )  # fmt: skip
+REPEATS = re.compile(r"[*+?{(]")
+MOST_REPEATS, LONGEST_PATTERN = 3, 1000  # of a pattern, groups included: with more, or a repeated group, a match may not end
 LARGEST = 1 << 34  # max. bytes of the weight file
 
 
@@ -91,15 +93,30 @@ def _factors(
         raise DamagedError(f"{path / WEIGHTS}: {module} lacks one of the two factors A (r, K) and B (N, r)")
     if not all(bool(t.isfinite().all()) for t in pair.values()):
         raise DamagedError(f"{path / WEIGHTS}: {module} holds numbers that are not finite")
-    rank, alpha = pair["A"].shape[0], _alpha(module, config)
+    rank, told = pair["A"].shape[0], _number(module, config, path, "rank_pattern", "r", pair["A"].shape[0])
+    if told != rank:
+        raise DamagedError(f"{path}: {module} has factors of rank {rank}, {CONFIG} says {told:g}; their scale is not known")
+    alpha = _number(module, config, path, "alpha_pattern", "lora_alpha", told)
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return pair["A"], pair["B"] * scale
 
 
-def _alpha(module: str, config: Mapping[str, Any]) -> float:
-    """lora_alpha, or the module's value in alpha_pattern, whose patterns match the end of its name as in PEFT."""
-    patterns = config.get("alpha_pattern") or {}
-    for pattern, value in patterns.items() if isinstance(patterns, dict) else ():
-        if re.fullmatch(rf"(.*\.)?({pattern})", module):
-            return float(value)
-    return float(config.get("lora_alpha") or config.get("r") or 8)
+def _number(module: str, config: Mapping[str, Any], path: Path, by_pattern: str, name: str, default: float) -> float:
+    """config[name], or the module's value in config[by_pattern], whose patterns match the end of its name as in PEFT."""
+    patterns, value = config.get(by_pattern) or {}, config.get(name) or default
+    for pattern, given in patterns.items() if isinstance(patterns, dict) else ():
+        if _matches(pattern, module, path, by_pattern):
+            value = given
+            break
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise DamagedError(f"{path}: {name} of {module} must be a number")
+    return float(value)
+
+
+def _matches(pattern: str, module: str, path: Path, where: str) -> bool:
+    if len(pattern) > LONGEST_PATTERN or len(REPEATS.findall(pattern)) > MOST_REPEATS or re.search(r"\)[*+?{]", pattern):
+        raise UnsupportedError(f"{path}: {where} has {pattern[:60]!r}, which repeats too much")
+    try:
+        return re.fullmatch(rf"(.*\.)?({pattern})", module) is not None
+    except re.error as e:
+        raise DamagedError(f"{path}: {where} has {pattern[:60]!r}, which is no pattern: {e}") from None

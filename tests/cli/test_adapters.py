@@ -121,6 +121,33 @@ def test_adapters_other_than_plain_lora_are_refused(tmp_path, config, line):
         read_adapter(folder)
 
 
+@pytest.mark.parametrize(
+    ("config", "line"),
+    [
+        ({"r": 64}, "rank 4, adapter_config.json says 64"),
+        ({"rank_pattern": {"q_proj": 8}}, "says 8"),
+        ({"lora_alpha": "x"}, "lora_alpha of .* must be a number"),
+        ({"lora_alpha": float("nan")}, "must be a number"),
+        ({"alpha_pattern": {"q_proj": [1]}}, "must be a number"),
+        ({"alpha_pattern": {"(": 1}}, "no pattern"),
+        ({"alpha_pattern": {"(a+)+$": 1}}, "repeats too much"),
+        ({"rank_pattern": {".*" * 9 + "x": 1}}, "repeats too much"),
+    ],
+    ids=str,
+)
+def test_an_adapter_whose_scale_cannot_be_known_is_refused(tmp_path, config, line):
+    with pytest.raises((DamagedError, UnsupportedError), match=line):
+        read_adapter(write(tmp_path / "a", 1, rank=4, layers=("0",), **config))
+
+
+def test_a_rank_may_be_that_of_a_pattern(tmp_path):
+    plain = read_adapter(write(tmp_path / "a", 1, rank=4, layers=("0",)))
+    other = read_adapter(
+        write(tmp_path / "b", 1, rank=4, layers=("0",), r=2, rank_pattern={r"layers\.\d+\.(self_attn|mlp).*": 4})
+    )
+    assert all(torch.equal(B, other.factors[name][1]) for name, (_, B) in plain.factors.items())
+
+
 def test_folders_that_hold_no_adapter(tmp_path, packed):
     with pytest.raises(NotFoundError, match=r"adapter_config\.json"):
         read_adapter(packed)

@@ -447,6 +447,25 @@ def test_an_unused_model_is_unloaded():
     run(go())
 
 
+def test_a_model_is_unloaded_on_request_when_its_requests_have_ended_and_a_pinned_one_is_not():
+    async def go():
+        pool, log = pool_of("ab", pinned="b")
+        await pool.start(lambda n, of: None)
+        assert await pool.unload("a")  # nothing is loaded yet
+        async with pool.lease("a"):
+            assert await pool.unload("a")
+            await asyncio.sleep(0)
+            assert ("stop", "a") not in log
+        await pool.places["a"].task
+        assert log[-1] == ("stop", "a")
+        assert not await pool.unload("b")
+        await use(pool, "a")
+        with pytest.raises(Refusal, match="not served here"):
+            await pool.unload("c")
+
+    run(go())
+
+
 def test_offers_that_are_read_again():
     """What is the same stays loaded; what changed is loaded anew when it is asked for; what is gone is refused."""
 

@@ -6,11 +6,16 @@ import httpx
 import pytest
 from talking import Heard, running
 
+from lowq_cli.serving.dialects.ollama import Ollama
+
 ollama = pytest.importorskip("ollama", reason="ollama's own package is not installed")
 CALL = '<think>\nhm\n</think>\n\nI look.<tool_call>\n{"name": "weather", "arguments": {"town": "Ulm"}}\n</tool_call>'
 TOWN = {"type": "object", "properties": {"town": {"type": "string"}}}
 TOOL = {"type": "function", "function": {"name": "weather", "description": "of a town", "parameters": TOWN}}
 HI = [{"role": "user", "content": "Hi"}]
+
+
+ZEROS, LIVES = (0, "0", "0s", "0.0m"), (5, "10m", "0x", None)
 
 
 def ask(engine, asked, **how):
@@ -124,6 +129,15 @@ def test_a_request_without_a_prompt_only_loads_the_model():
 
     assert {(one.done, one.done_reason) for one in ask(engine, asked)} == {(True, "load")}
     assert not engine.requests
+
+
+def test_keep_alive_of_0_without_a_prompt_unloads_but_not_the_only_model():
+    """What `ollama stop` sends."""
+    alive = {one: Ollama(chat=False).read({"model": "m", "keep_alive": one}).dialect["unloads"] for one in ZEROS + LIVES}
+    assert {one for one, unloads in alive.items() if unloads} == set(ZEROS)
+    assert not Ollama(chat=False).read({"model": "m", "prompt": "a", "keep_alive": 0, "raw": True}).dialect.get("unloads")
+    answer = ask(Heard("Yes."), lambda client: client.generate(model="m", keep_alive=0))
+    assert (answer.done, answer.done_reason) == (True, "load")
 
 
 def test_the_older_path_of_one_vector(server):

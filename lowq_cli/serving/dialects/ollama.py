@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -30,7 +31,8 @@ class Ollama:
         self.chat, self.name = chat, "api/chat" if chat else "api/generate"
 
     def read(self, body: dict[str, Any]) -> fields.Params:
-        """Parse a body into a chat, or with `raw` a completion; without a prompt it only loads the model. Raises Refusal."""
+        """Parse a body into a chat, or with `raw` a completion; without a prompt it only loads the model, or unloads it if
+        keep_alive is 0. Raises Refusal."""
         known = {"model", "messages", "prompt", "system", "images", "tools", "format", "options", "stream", "think", "raw"}
         raw = not self.chat and bool(body.get("raw"))
         request: dict[str, Any] = {"stream": body.get("stream") is not False}
@@ -41,7 +43,7 @@ class Ollama:
                 raise wrong(name, "is not supported; leave it out")
         if body.get("messages" if self.chat else "prompt") in (None, "", []) and not body.get("images"):
             loads = fields.read(request | {"prompt": [0], "max_tokens": 0}, chat=False)
-            return replace(loads, dialect={"loads": True})
+            return replace(loads, dialect={"loads": True, "unloads": _is_zero(body.get("keep_alive")), "chat": self.chat})
         if raw:
             request["prompt"] = body.get("prompt")
         elif self.chat:
@@ -94,8 +96,7 @@ class Ollama:
             for i, b in enumerate(blocks)
             if b.kind == "call"
         ]
-        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-        head = {"model": answer.model, "created_at": now}
+        head = {"model": answer.model, "created_at": _now()}
         more = ({"thinking": thoughts} if thoughts else {}) | ({"tool_calls": calls} if calls else {})
         if self.chat:
             return head | {"message": {"role": "assistant", "content": text, **more}}
@@ -127,6 +128,15 @@ def _message(name: str, given: Any) -> dict[str, Any]:
         called = message.get("tool_name") or message.get("name")
         translated |= {"tool_call_id": message.get("tool_call_id") or f"call_{called}"} | ({"name": called} if called else {})
     return translated
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+def _is_zero(duration: Any) -> bool:
+    """Whether a duration, a number of seconds or one with a unit, is 0."""
+    return not isinstance(duration, bool) and re.fullmatch(r"0+(\.0*)?(ns|us|ms|s|m|h)?", str(duration)) is not None
 
 
 def _form(given: Any) -> dict[str, Any]:
@@ -163,6 +173,12 @@ def _ending(answer: Answer) -> dict[str, Any]:
         "eval_count": usage["completion_tokens"],
         "eval_duration": max(0, now - first),
     }
+
+
+def unloaded(params: fields.Params) -> dict[str, Any]:
+    """The answer to a request that only unloads a model."""
+    text = {"message": {"role": "assistant", "content": ""}} if params.dialect["chat"] else {"response": ""}
+    return {"model": params.get("model"), "created_at": _now(), **text, "done": True, "done_reason": "unload"}
 
 
 def embedding(body: dict[str, Any]) -> dict[str, Any]:

@@ -325,6 +325,8 @@ class Endpoints:
                 parsed = dialect.read(fields.parsed(raw))
                 if self.served.strict:
                     parsed.check_known()
+                if parsed.dialect.get("unloads") and await self.served.models.unload(parsed.get("model")):
+                    return answer_json(ollama.unloaded(parsed))
                 answer = await self._begin(parsed, request)
             if parsed.get("stream"):
                 return EventStream(answer, log, self.served.answer_s, self.served.failed)

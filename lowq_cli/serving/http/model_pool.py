@@ -129,6 +129,13 @@ class ModelPool:
             place.beginning -= 1
             place.settled()
 
+    async def unload(self, name: str | None) -> bool:
+        """Begin to unload a model, whose running requests finish first; False if it is pinned. Raises Refusal."""
+        place = await self._place(name)
+        if place.state is State.READY and not place.offer.pin:
+            self.loads.drain(place)
+        return not place.offer.pin
+
     async def _place(self, name: str | None) -> Place:
         place = self._named(name)
         if place is None and time.monotonic() > self.refreshed + REFRESH_S:
