@@ -60,6 +60,7 @@ def text(n, copied, seed=0):
     return prompt, answer[:n]
 
 
+@pytest.mark.half_of("shape", "new", "copied")
 @pytest.mark.parametrize("shape", PLAIN_S)
 @pytest.mark.parametrize("new", [32, 64, 250])
 @pytest.mark.parametrize("copied", [0.0, 0.2, 0.5, 1.0])

@@ -319,6 +319,7 @@ def quantized(tmp_path_factory):
     return str(folder)
 
 
+@pytest.mark.half_of("how")
 @pytest.mark.parametrize("how", WAYS, ids=["greedy", "drawn", "restricted"])
 def test_a_draft_model_changes_no_token(demo, quantized, how):
     """The model itself is right about every greedy token; one in fewer bits is about some."""

@@ -71,11 +71,11 @@ def weights(folder):
 @pytest.mark.parametrize(
     ("family", "bits", "norms", "form"),
     [
-        ("llama", 2, 4, "lowq"),
+        pytest.param("llama", 2, 4, "lowq", marks=pytest.mark.more),
         ("llama-tied", 3, 4, "lowq"),
-        ("phi3", 3, 4, "table"),
+        pytest.param("phi3", 3, 4, "table", marks=pytest.mark.more),
         ("phi3", 2, 4, "table-e4m3"),
-        ("gpt2", 3, 4, "lowq"),
+        pytest.param("gpt2", 3, 4, "lowq", marks=pytest.mark.more),
         ("gemma3", 3, 12, "lowq"),
         ("mixtral", 2, 4, "lowq"),
     ],

@@ -22,6 +22,7 @@ CODED = kv.KINDS[1:]
 LIVELY = {"repetition_penalty": 1.5}  # random models repeat themselves, which would test little
 
 
+@pytest.mark.half_of("kind", "name")
 @pytest.mark.parametrize("kind", CODED)
 @pytest.mark.parametrize("name", ["llama", "qwen2 windows", "phi3"])
 def test_fused_and_plain_decoders_give_the_same_tokens(name, kind):

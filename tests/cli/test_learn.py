@@ -41,7 +41,13 @@ def losses(monkeypatch):
 
 @pytest.mark.parametrize(
     ("family", "bits", "form"),
-    [("llama", 2, "lowq"), ("llama", 1, "lowq"), ("phi3", 2, "table"), ("gpt2", 4, "lowq"), ("mixtral", 3, "lowq")],
+    [
+        pytest.param("llama", 2, "lowq", marks=pytest.mark.more),
+        ("llama", 1, "lowq"),
+        ("phi3", 2, "table"),
+        ("gpt2", 4, "lowq"),
+        ("mixtral", 3, "lowq"),
+    ],
 )
 def test_layers_come_nearer(family, bits, form, family_checkpoints, text, tmp_path, losses):
     dense = family_checkpoints(family, schemes={}).dense
@@ -51,7 +57,9 @@ def test_layers_come_nearer(family, bits, form, family_checkpoints, text, tmp_pa
     assert sum(after for _, after in losses) < 0.98 * sum(before for before, _ in losses)
 
 
-@pytest.mark.parametrize(("zero", "form"), [("int", "lowq"), ("none", "lowq"), ("none", "table-e4m3")])
+@pytest.mark.parametrize(
+    ("zero", "form"), [("int", "lowq"), pytest.param("none", "lowq", marks=pytest.mark.more), ("none", "table-e4m3")]
+)
 def test_zeros_and_scales_stay_of_their_kind(zero, form, family_checkpoints, text, tmp_path, losses):
     dense = family_checkpoints("llama", schemes={}).dense
     recipe = make_recipe(bits=2, group=16, method="learn", calib=text, zero=zero, format=form)

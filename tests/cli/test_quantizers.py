@@ -52,6 +52,7 @@ def test_the_folder_is_the_list():
         quantizers.get("nope")
 
 
+@pytest.mark.half_of("method", "bits", "zero", "dtype")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("zero", ZERO_KINDS)
 @pytest.mark.parametrize("bits", BITS)
@@ -150,6 +151,7 @@ def test_slabs_and_input_dtype_change_nothing(method):
         assert torch.equal(getattr(whole, field), torch.cat([getattr(part, field) for part in parts]))
 
 
+@pytest.mark.half_of("method", "bits", "zero", "dtype")
 @pytest.mark.parametrize("zero", ZERO_KINDS)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("method", METHODS)

@@ -37,6 +37,7 @@ def tensors(order, heads, D, dtype):
     return q, k, cos[None], sin[None]
 
 
+@pytest.mark.half_of("wide", "dtype", "heads", "order")
 @pytest.mark.parametrize("wide", [True, False], ids=["rounded once", "rounded each time"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "D", "parts"), [(16, 72, 1), (3, 12, 2), (17, 64, 4)])

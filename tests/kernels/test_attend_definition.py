@@ -141,6 +141,7 @@ def test_steps_over_caches_in_few_bits(kind):
     assert error(y, truth(qkv, [c.nan_to_num() for c in caches], pos, tables, h)) > 1e-3  # it is rounded
 
 
+@pytest.mark.half_of("name", "shape")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", [n for n in CASES if n != "plain"])
 def test_prompts(name, shape):

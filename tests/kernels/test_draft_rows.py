@@ -66,6 +66,7 @@ def interpreted():
         yield
 
 
+@pytest.mark.half_of("fact", "case")
 @pytest.mark.parametrize("fact", FACTS)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("interpreted")

@@ -126,6 +126,7 @@ def attention_case(name, kind, page):
     return qkv, *pairs, pos, (cos, sin), h, None if table is None else table.to(DEVICE)
 
 
+@pytest.mark.half_of("name", "kind", "page")
 @pytest.mark.parametrize("page", [False, True])
 @pytest.mark.parametrize("kind", CODED)
 @pytest.mark.parametrize("name", ATTENTION)
@@ -140,6 +141,7 @@ def test_tritons_step_reads_and_writes_codes(name, kind, page):
     assert not error(triton.attend(qkv, *ours, pos, *tables, h, table, config=cut), expected) < 2e-2
 
 
+@pytest.mark.half_of("name", "kind", "page")
 @pytest.mark.parametrize("page", [False, True])
 @pytest.mark.parametrize("kind", CODED)
 @pytest.mark.parametrize("name", ATTENTION)

@@ -136,6 +136,7 @@ def test_each_fact_matters(name):
         assert error(by(dataclasses.replace(f, **{fact: value})), expected) > 1e-3, fact
 
 
+@pytest.mark.half_of("piece", "at_once")
 @pytest.mark.parametrize(("piece", "absorbs"), [(31, False), (3, True)])
 @pytest.mark.parametrize("at_once", [latent.AT_ONCE, 4000, 700], ids=["whole", "heads in parts", "tokens in parts"])
 def test_the_form_of_less_work_is_taken_and_both_are_the_same(piece, absorbs, at_once):

@@ -59,6 +59,7 @@ PREPARED = {
 }  # fmt: skip
 
 
+@pytest.mark.half_of("name", "dtype", "group")
 @pytest.mark.parametrize("group", [1, 2], ids=["a head at once", "two heads at once"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", PREPARED)

@@ -45,6 +45,7 @@ def in_fp32(made: Any) -> torch.Tensor:
     return library.Quantizer.dequantize(words, meta).float()
 
 
+@pytest.mark.half_of("nbits", "axis", "view")
 @pytest.mark.parametrize("nbits", BITS)
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("view", [False, True])

@@ -50,7 +50,9 @@ def test_each_answer_is_the_one_of_the_prompt_alone(kind, deterministic, client,
     assert s.new_tokens == sum(map(len, expected))
 
 
-@pytest.mark.parametrize(("tokens", "kv"), [(192, "16"), (320, "16"), (192, "fp8"), (192, "4")])
+@pytest.mark.parametrize(
+    ("tokens", "kv"), [(192, "16"), (320, "16"), pytest.param(192, "fp8", marks=pytest.mark.more), (192, "4")]
+)
 def test_a_cache_too_small_for_all_answers_all_the_same(model, client, tokens, kv):
     """Texts give back their blocks and are computed again."""
     prompt_ids = prompts(*(30 + 11 * i for i in range(5)), seed=5)
@@ -61,6 +63,7 @@ def test_a_cache_too_small_for_all_answers_all_the_same(model, client, tokens, k
     assert c.engine.stats().blocks_used == 0
 
 
+@pytest.mark.half_of("kv", "deterministic")
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("kv", ["fp8", "4"])
 def test_a_cache_in_few_bits_answers_each_as_alone(model, client, kv, deterministic):

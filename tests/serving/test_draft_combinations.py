@@ -98,7 +98,7 @@ def details(usages):
     return tuple(sum(getattr(d, f"{n}_prediction_tokens") or 0 for d in each) for n in ("accepted", "rejected"))
 
 
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("kind", [pytest.param(DRAFTERS[0], marks=pytest.mark.more), *DRAFTERS[1:]])
 def test_adapters_and_blocks_in_host_memory(kind, tmp_path):
     model, drafter = made("another model" if kind == "ngram" else kind, tmp_path)
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model")

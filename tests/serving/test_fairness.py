@@ -33,6 +33,7 @@ def followed(client, *numbers):
     return client.tokens(*numbers), ends
 
 
+@pytest.mark.half_of("others", "cache_tokens")
 @pytest.mark.parametrize("others", ["", "another's"], ids=["one address", "two addresses"])
 @pytest.mark.parametrize("cache_tokens", [None, 1024], ids=["room", "no room"])
 def test_a_few_tokens_do_not_wait_for_thousands(model, others, cache_tokens):

@@ -118,6 +118,7 @@ def compare(rng, turns):
     return turns, True
 
 
+@pytest.mark.half_of("seed")
 @pytest.mark.parametrize("seed", range(4))
 def test_one_group_is_one_pool(seed):
     """A stream ends early where the old scheduler reused a block in the middle of a named text: what follows that block could
