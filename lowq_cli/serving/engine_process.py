@@ -16,9 +16,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from multiprocessing import get_context, resource_tracker
+from multiprocessing import resource_tracker
 from typing import Any
 
+from lowq_cli.serving import processes
 from lowq_cli.serving.engine_server import BEAT_S, Made, compute
 from lowq_cli.serving.large_messages import Part, parts, write
 from lowq_cli.serving.measurements import Measurements
@@ -46,9 +47,8 @@ class Standby:
     """A process that waits for its `make` function. It has run `first(*given)`, such as imports: torch alone takes seconds."""
 
     def __init__(self, first: Callable[..., object] | None = None, *given: Any) -> None:
-        context = get_context("spawn")  # not "fork", which is unsafe in a process with threads or a CUDA context
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=compute, args=(theirs, first, given), name="lowq-engine")
+        self.pipe, theirs = processes.context.Pipe()
+        self.process = processes.context.Process(target=compute, args=(theirs, first, given), name="lowq-engine")
         with _held_back():
             self.process.start()
         theirs.close()

@@ -6,7 +6,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +19,85 @@ import pytest
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["forked_imports"])
+_starts = threading.Lock()  # of changes to the environment
 SECONDS = 300  # after which a process that should have ended has hung
 
 
 def begin(function: Callable[..., Any], *args: Any, env: Mapping[str, str] = os.environ) -> multiprocessing.Process:
     """A process that calls a function of this module with these arguments; nothing of lowq is imported in it yet."""
-    with pytest.MonkeyPatch.context() as patch:  # for the process that is forked, which the first call starts
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH")))))
-        patch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # torch would import lowq
-        process = FORKS.Process(target=_child, args=(function, dict(env), args))
+    process = FORKS.Process(target=_child, args=(function, dict(env), args))
+    with _first_imports():
         process.start()
     return process
+
+
+@contextmanager
+def _first_imports() -> Iterator[None]:
+    """The environment of the process that is forked, which the first start in this context starts."""
+    with _starts, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH")))))
+        patch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # torch would import lowq
+        yield
+
+
+class Forked(ForkServerProcess):
+    """A fork that has the environment and the blocked signals of the process which starts it, as a spawned one has."""
+
+    def start(self) -> None:
+        self.env, self.blocked = dict(os.environ), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        with _first_imports():
+            super().start()
+
+    def run(self) -> None:
+        os.environ.clear()
+        os.environ.update(self.env)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
+        super().run()
+
+
+class Contexts(ForkServerContext):
+    """What multiprocessing calls a context: its processes are forks of the one that has torch imported."""
+
+    Process = Forked
+
+
+class Command:
+    """As subprocess.Popen of `lowq serve` with these words: a fork, as are the processes that it starts (not its children)."""
+
+    def __init__(self, *words: Any) -> None:
+        stderr, theirs = FORKS.Pipe(duplex=False)
+        self.stderr = open(os.dup(stderr.fileno()))  # noqa: SIM115
+        self.process = begin(_server, theirs, list(map(str, words)))
+        self.pid = self.process.pid
+        theirs.close()
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def wait(self, seconds: float | None = None) -> int:
+        self.process.join(seconds)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired("lowq", seconds or 0)
+        return self.process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.process.exitcode is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.process.kill()
+
+
+def _server(stderr: Connection, words: Sequence[str]) -> None:
+    os.dup2(stderr.fileno(), 2)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.stdout, sys.stderr = open(1, "w"), open(2, "w", buffering=1)  # unlike those before, a pipe has no position  # noqa: SIM115
+    from lowq_cli.serving import processes
+
+    # a fork would start a process to fork of its own, as if its parent's were not there
+    vars(forkserver.connect_to_new_process.__self__).update(ensure_running=lambda: None)
+    processes.context = Contexts()
+    _console_script(*words)
 
 
 def _child(function: Callable[..., Any], env: Mapping[str, str], args: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Run by torchrun: load each folder of argv over the processes; rank 0 saves logits, or the error, next to it."""
+"""Run in each process of test_tensor_parallel: load each folder of argv; rank 0 saves logits, or the error, next to it."""
 
 import json
 import os

@@ -1,13 +1,14 @@
-"""Packed weights over two processes (torchrun, gloo): the logits and tokens of one; unshareable weights are refused."""
+"""Packed weights over two processes (gloo): the logits and tokens of one; unshareable weights are refused."""
 
 import json
 import os
 import re
 import shutil
-import subprocess
-import sys
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import forking
 import pytest
 import torch
 
@@ -34,12 +35,17 @@ REFUSED = {
 
 
 def launch(folders, processes=2):
-    """Run the worker on all folders at once: starting Python, torch and transformers takes most of the time."""
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")} | {"OMP_NUM_THREADS": "1"}
-    env["CUDA_VISIBLE_DEVICES"] = ""  # gloo, also where there are GPUs
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", WORKER, *folders]
-    done = subprocess.run(list(map(str, line)), env=env, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
+    """Run the worker on all folders at once, in processes with the environment that torchrun would give them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    shared = os.environ | address | {"WORLD_SIZE": str(processes), "OMP_NUM_THREADS": "1"}
+    shared["CUDA_VISIBLE_DEVICES"] = ""  # gloo, also where there are GPUs
+    ranks = [{"RANK": str(i), "LOCAL_RANK": str(i)} for i in range(processes)]
+    with ThreadPoolExecutor(processes) as threads:
+        all_done = threads.map(lambda rank: forking.script(WORKER.read_text(), *folders, env=shared | rank), ranks)
+        for done in all_done:
+            assert done.returncode == 0, done.stderr[-4000:]
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import forking
 import httpx
 import pytest
 from shallow import shallow
+
+from lowq_cli.serving import processes
 
 LOWQ = Path(sys.executable).with_name("lowq")
 TEMPLATE = """{% if tools %}<tools>{{ tools | tojson }}</tools>{{ '\\n' }}{% endif %}
@@ -29,7 +32,7 @@ TEMPLATE = """{% if tools %}<tools>{{ tools | tojson }}</tools>{{ '\\n' }}{% end
 class Server:
     """A process of `lowq serve`: its address, and its stderr so far."""
 
-    process: subprocess.Popen
+    process: subprocess.Popen | forking.Command
     said: list[str] = field(default_factory=list)
     url: str = ""
 
@@ -73,14 +76,29 @@ class Server:
         return self.process.wait(seconds)
 
 
-def begin(folder, *flags, ready=True, bounds=None):
-    """bounds: seconds of `engine_process` that this server has instead of its own."""
-    script = f"from lowq_cli.main import run; from lowq_cli.serving import engine_process as e; vars(e).update({bounds}); run()"
-    program = [sys.executable, "-P", "-c", script] if bounds else [LOWQ]
-    line = [*program, "serve", folder, "--port", "0", "--device", "cpu", *flags]
-    server = Server(subprocess.Popen(list(map(str, line)), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+def begin(folder, *flags, ready=True, bounds=None, forked=True):
+    """bounds: seconds of `engine_process` that this server has instead of its own; not forked, nor with them: see `apart`."""
+    line = ["serve", folder, "--port", "0", "--device", "cpu", *flags]
+    process = forking.Command(*line) if forked and not bounds else apart(*line, bounds=bounds)
+    server = Server(process)
     threading.Thread(target=server.read, daemon=True).start()
     return server.wait_ready() if ready else server
+
+
+def apart(*words, bounds=None):
+    """A process of its own, whose engines' processes are its children, as users have it."""
+    script = f"from lowq_cli.main import run; from lowq_cli.serving import engine_process as e; vars(e).update({bounds}); run()"
+    program = [sys.executable, "-P", "-c", script] if bounds else [LOWQ]
+    line = [*program, *map(str, words)]
+    return subprocess.Popen(line, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _forked_processes():
+    """Processes of the server are forks of one that has torch: an engine takes 0.6 instead of 2 processor seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "context", forking.Contexts())
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -125,6 +125,7 @@ def test_the_process_ends_with_its_engine_and_answers_before():
         client.ask([5], 3)
 
 
+@pytest.mark.half_of("fault", "starts")
 @pytest.mark.parametrize(
     ("fault", "kind", "line"),
     [
@@ -171,7 +172,7 @@ def test_an_engine_process_ends_with_its_parent():
 
 
 def test_a_server_answers_what_a_terminal_interrupts_and_ends_with_its_engine(start):
-    s = start()
+    s = start(forked=False)
     (engine,) = _engines(s.process.pid)
     for number in (signal.SIGINT, signal.SIGTERM):  # as from Ctrl-C, and from systemd, to all processes there are
         os.kill(engine, number)

@@ -65,7 +65,9 @@ def held(client):
 
 
 @pytest.mark.parametrize(
-    ("model", "kv"), [*((kind, "16") for kind in KINDS), ("llama", "fp8"), ("llama", "4")], indirect=["model"]
+    ("model", "kv"),
+    [*((kind, "16") for kind in KINDS), pytest.param("llama", "fp8", marks=pytest.mark.more), ("llama", "4")],
+    indirect=["model"],
 )
 def test_texts_go_on_from_blocks_that_came_back_as_from_those_that_stayed(model, lend, kv):
     prompt_ids = prompts(200, 150, 190, 140, 170, 160)
@@ -108,7 +110,7 @@ def test_the_next_engine_of_the_same_model_goes_on_from_the_saved_blocks(model, 
 ALL = {"llama": "another model", "gemma3_text": "ngram", "lfm2": "another model"}
 
 
-@pytest.mark.parametrize("model", ALL, indirect=True)
+@pytest.mark.parametrize("model", [pytest.param("llama", marks=pytest.mark.more), *list(ALL)[1:]], indirect=True)
 def test_adapters_drafts_and_blocks_in_host_memory_together(models, model, lend, tmp_path, request):
     """Each text is that of the merged model alone, also by the next engine, which has the adapters in another order."""
     kind, names = request.node.callspec.params["model"], ("none", "a", "b")
@@ -184,6 +186,7 @@ def memory_files():
     return {p.name: os.stat(p).st_size for p in links if "lowq-kv-host" in os.readlink(p)}
 
 
+@pytest.mark.half_of("seed")
 @pytest.mark.parametrize("seed", range(20))
 def test_all_files_together_are_never_larger_than_the_bound(seed):
     rng, bytes_, others = random.Random(seed), 1 << 20, memory_files()
@@ -246,7 +249,8 @@ def engine_of(server):
 @pytest.mark.slow
 def test_a_model_that_was_unloaded_remembers_what_it_read_but_not_one_that_was_killed(tmp_path, start_on):
     two = make_models(tmp_path, ("ash", "birch"))
-    s = start_on(two / "ash", "--models", two, "--memory", PROCESS + (256 << 20), "--cache-tokens", 1024, "--kv-host", "64MB")
+    line = (two / "ash", "--models", two, "--memory", PROCESS + (256 << 20), "--cache-tokens", 1024, "--kv-host", "64MB")
+    s = start_on(*line, forked=False)
     assert any("up to 64.0 MB of host memory" in line for line in s.said)
     ash, cached = ask(s, "ash")
     assert cached == 0

@@ -583,7 +583,7 @@ def four(tmp_path_factory):
 @pytest.fixture
 def many(four, start_on):
     """A server of the four with room for two."""
-    return start_on(four / "ash", "--models", four, "--memory", TWO, "--cache-tokens", 2048, "--deterministic")
+    return start_on(four / "ash", "--models", four, "--memory", TWO, "--cache-tokens", 2048, "--deterministic", forked=False)
 
 
 def engines(server):
@@ -682,7 +682,7 @@ def test_a_dead_engine_does_not_affect_others(many, four):
 def test_a_server_of_many_reads_its_file_again_and_ends_while_it_loads(four, tmp_path, start_on):
     file = tmp_path / "models.toml"
     file.write_text(f'default = "one"\n[models.one]\npath = "{four / "ash"}"\n')
-    s = start_on(four / "birch", "--config", file)
+    s = start_on(four / "birch", "--config", file, forked=False)
     assert {"birch", "one"} <= set(states(s))
     file.write_text("nonsense")
     s.process.send_signal(signal.SIGHUP)

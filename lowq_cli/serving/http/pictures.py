@@ -9,7 +9,6 @@ import base64
 import binascii
 import http.client
 import ipaddress
-import multiprocessing
 import os
 import queue
 import re
@@ -28,6 +27,7 @@ from urllib.parse import urljoin, urlsplit
 
 from lowq_cli.files.picture_file import MOST_BYTES
 from lowq_cli.hf.pictures import Packed
+from lowq_cli.serving import processes
 from lowq_cli.serving.http.fields import Params, known, shown, table, text
 from lowq_cli.serving.http.refusal import wrong
 from lowq_cli.serving.large_messages import receive, send
@@ -197,9 +197,9 @@ class _Process:
 
     def __init__(self, folder: str, images: Images, start_s: float, read_s: float) -> None:
         self.start_s, self.read_s = start_s, read_s
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, folder, images), name="lowq-pictures", daemon=True)
+        self.pipe, theirs = processes.context.Pipe()
+        arguments = (theirs, folder, images)
+        self.process = processes.context.Process(target=_serve, args=arguments, name="lowq-pictures", daemon=True)
         self.process.start()
         theirs.close()
 
