@@ -33,7 +33,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -279,6 +279,12 @@ async def alone(port: int, length: int, asked: Iterator[Asked]) -> Row:
     return {"tokens": length, "first_token_s": seconds}
 
 
+def moved(n: int, vocabulary: int) -> Iterator[Asked]:
+    """Requests as long as those of every other n, of other tokens, whose prefixes no cache has."""
+    for one in requests(vocabulary):
+        yield replace(one, prompt=[3 + (i + n) % (vocabulary - 3) for i in one.prompt])
+
+
 async def measure(servers: list[Server], args: argparse.Namespace, found: Row, write: Any) -> None:
     """Each server in turn, every number of users."""
     V = SHAPES[args.shape]["vocab_size"]
@@ -304,8 +310,8 @@ async def measure(servers: list[Server], args: argparse.Namespace, found: Row, w
                 write()
             for several in args.adapters:
                 await load(server.port, plain(ADAPTED, requests(V, 7)), ADAPTED, V, several)
-                asked = plain(ADAPTED, requests(V, SEED + several))
-                row[f"adapters_{several}"] = await load(server.port, asked, USERS[ADAPTED], V, several)
+                users, count = plain(ADAPTED, moved(several, V)), max(ADAPTED, int(USERS[ADAPTED] * args.requests))
+                row[f"adapters_{several}"] = await load(server.port, users, count, V, several)
                 print(server.name, several, "adapters", json.dumps(row[f"adapters_{several}"]), flush=True)
                 write()
             for name in args.loads:

@@ -89,8 +89,8 @@ def swap() -> str:
 @part
 def adapters() -> str:
     """Users of LoRA adapters over HTTP, lowq and vLLM (serve_http.py --adapters 0,1,8)."""
-    run, lines = read("h200/http_adapters.json"), []
-    lowq, vllm = run["servers"]["lowq"], run["servers"]["export"]
+    run, other, lines = read("h200/http_adapters_lowq.json"), read("h200/http_adapters.json"), []
+    lowq, vllm = run["servers"]["lowq"], other["servers"]["export"]
     for several in (0, 1, 8):
         r, v = lowq[f"adapters_{several}"], vllm[f"adapters_{several}"]
         seen = milliseconds(r["ttft_ms"]), milliseconds(r["between_ms"], 2)
@@ -102,8 +102,8 @@ def adapters() -> str:
     columns = (">adapters", ">tokens/s", ">vLLM's", ">first token p50 / p99, ms", ">between tokens p50 / p99, ms")
     about = (
         f"{lowq['adapters_0']['users']} users of an 8B in 4 bits over HTTP, rank 16 in every product, in brackets the share of "
-        f"the speed without ({run['device']}, {run['date'][:10]}, vLLM {run['vllm']} one after the other on the same card; 0: "
-        "a server with adapters that no request names):"
+        f"the speed without ({run['device']}, {run['date'][:10]}; vLLM {other['vllm']} in an earlier run of the same load on "
+        "such a card; 0: a server with adapters that no request names):"
     )
     return f"{about}\n\n{table(columns, lines)}"
 

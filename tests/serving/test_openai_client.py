@@ -168,7 +168,7 @@ WRONG = [
     ({"logit_bias": {"x": 1}}, 'names tokens by their ids, not "x"'),
     ({"logit_bias": {"99999": 1}}, "token id 99999 is not one of the model's ids, 0 to 8191"),
     ({"prompt": [1, 99999]}, "token id 99999 is not one of the model's ids, 0 to 8191"),
-    ({"prompt": []}, "prompt: must be an array that is not empty"),
+    ({"prompt": []}, "prompt: must be an array that is not empty, not an empty array"),
     ({"prompt": {}}, "prompt: must be an array"),
     ({"prompt": [[1], "x", 3]}, "prompt: must be a text, not 3"),
     ({"prompt": "\ud800"}, "half a surrogate pair"),

@@ -266,6 +266,8 @@ class Endpoints:
         async def result(body: dict[str, Any]) -> dict[str, Any]:
             ranking = rerank.read(body)
             async with self.served.models.lease(_model(body), request.receive) as model:
+                if not model.tokenizer.chat_template:
+                    raise refusal.wrong("model", "has no chat template, by which a model judges documents; use /v1/embeddings")
                 ids = [(await self._prompts(model, ranking.chat(d), tools.Tools()))[0][0] for d in ranking.documents]
                 self._check_lengths(model, ids, "documents")
                 read = Read("next", MOST_LOGPROBS)

@@ -295,6 +295,6 @@ def _no_number(word: str) -> None:
 def shown(value: Any) -> str:
     """A value for an error message: short, on one line."""
     if isinstance(value, dict | list):
-        return "an object" if isinstance(value, dict) else "an array"
+        return ("an " if value else "an empty ") + ("object" if isinstance(value, dict) else "array")
     text_shown = json.dumps(value)
     return text_shown if len(text_shown) <= 60 else text_shown[:60] + "..."
