@@ -141,6 +141,8 @@ def draft_rows() -> str:
     return table(columns, [(*kind[:2], f"{kind[2]:,}", *(f"{ms[*kind, w]:.2f}" for w in widths)) for kind in kinds])
 
 
+# of a request's mean times a token, and of the times between what comes at once
+WAITS = (("token_ms", "p50"), ("token_ms", "p99"), ("event_ms", "p99"))
 MODELS = {"8b": "8B", "whole:qwen3_5": "Qwen3.5-27B"}  # the shapes of draft_rounds.json
 
 
@@ -195,3 +197,20 @@ def draft_vllm() -> str:
             found.append((device, users, load, *speeds, *(f"{r['token_ms']['p99']:.1f}" if r else "" for r in each)))
     servers = [(f">{what}, {whose}", ">with n-grams") for what in ("tokens/s", "p99 ms") for whose in ("lowq", "vLLM")]
     return table(("device", ">users", "load", *chain.from_iterable(servers)), found)
+
+
+@part
+def draft_served() -> str:
+    """Tokens per second over HTTP with n-grams and without, and what single requests and tokens wait."""
+    found = []
+    for device in (d for d in DEVICES if (RESULTS / d / "draft_served.json").is_file()):
+        rows = {(r["users"], r["load"], r["server"]): r for r in read(f"{device}/draft_served.json")["rows"] if "users" in r}
+        for users, load in sorted({key[:2] for key in rows}):
+            none, ngram = (rows[users, load, server] for server in ("lowq", "lowq-ngram"))
+            speeds = f"{none['tokens_per_s']:,.0f}", f"{ngram['tokens_per_s']:,.0f}"
+            waits = [f"{r[what][q]:.1f}" for what, q in WAITS for r in (none, ngram)]
+            found.append((device, users, load, *speeds, f"{ngram['tokens_per_s'] / none['tokens_per_s']:.2f}", *waits))
+    each = chain.from_iterable(
+        (f">{q} ms, {name}", ">with n-grams") for name, q in (("a token", "p50"), ("a token", "p99"), ("between events", "p99"))
+    )
+    return table(("device", ">users", "load", ">tokens/s", ">with n-grams", ">times", *each), found)
