@@ -22,6 +22,7 @@ from lowq_cli.hf.structure import check_affordable, check_plausible
 from lowq_cli.hf.swap import prepare, unprepared
 from lowq_kernels.dispatch import tuning
 from lowq_packers.errors import DamagedError, DoesNotFitError, UnsupportedError, UsageError, library_errors
+from lowq_packers.heads import is_head
 from lowq_packers.qtensor import check_fits
 
 
@@ -39,6 +40,8 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
     """The model of an open source; see `lowq_cli.loading.load`."""
     register()
     config = source.config
+    if is_head(config):
+        raise UsageError(f"{source.name} is a draft head, not a model; name it with --draft, and the model that it drafts for")
     quantization = config.get("quantization_config")
     stored_by = method(config)
     if quantization is not None and stored_by is None:

@@ -18,10 +18,11 @@ from lowq_cli.engine import heads, native_loader
 from lowq_cli.engine.batch import Batch, Rectangle
 from lowq_cli.engine.drafts.drafter import DraftRows
 from lowq_cli.engine.drafts.heads import load, takes
+from lowq_cli.engine.open_model import ready
 from lowq_cli.engine.plan import plan_of
 from lowq_cli.engine.state import static_state
 from lowq_cli.files.source import open_source
-from lowq_packers.errors import DamagedError, UnsupportedError
+from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
 from lowq_packers.heads import is_head, read_head
 
 CPU = torch.device("cpu")
@@ -371,6 +372,16 @@ def test_a_model_is_refused_as_a_draft_head(llama):
     assert not takes(
         {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "mtp_num_hidden_layers": 1}
     )
+
+
+@pytest.mark.parametrize("kind", ["SpecForge", "speculators", *KINDS])
+def test_a_draft_head_is_refused_as_a_model(kind, tmp_path):
+    if kind in KINDS:
+        pub.written(tmp_path / "head", {**pub.FLAT, **KINDS[kind]}, {"fc.weight": torch.ones(4, 4)})
+    else:
+        (pub.specforge if kind == "SpecForge" else pub.speculators)(tmp_path / "head", pub.eagle3_tensors())
+    with pytest.raises(UsageError, match="is a draft head, not a model; name it with --draft"):
+        ready(str(tmp_path / "head"), "cpu")
 
 
 @pytest.mark.parametrize("value", [True, 3, "LlamaForCausalLMEagle3", {"a": 1}, None, []], ids=repr)
