@@ -11,15 +11,16 @@ from typing import Any
 from lowq_packers.arch.common import NotDescribed
 from lowq_packers.arch.config import NotPlain
 from lowq_packers.errors import UnsupportedError
-from lowq_packers.heads import block, eagle3
+from lowq_packers.heads import block, eagle3, mtp
 from lowq_packers.heads.parts import Read, Shapes, Target
 
-KINDS = "EAGLE-3, P-EAGLE, DFlash, DSpark (their authors' files and speculators'), MTP layers inside a checkpoint"
+KINDS = (
+    "EAGLE-3, P-EAGLE, DFlash, DSpark (their authors' files and speculators'), MTP layers (inside a checkpoint, speculators')"
+)
 OTHERS = {  # published kinds that are not supported, by their name in config.json
     "dflash2draftmodel": "DFlash2", "domino": "Domino", "medusa": "Medusa", "hydra": "Hydra",
     "mlp_speculator": "MLP speculators",
-    "gemma4_assistant": "Gemma 4 assistants", "mtp": "stand-alone MTP files",
-    "mtpspeculator": "stand-alone MTP files", "eagle": "EAGLE-1 and 2",
+    "gemma4_assistant": "Gemma 4 assistants", "mtp": "stand-alone MTP files", "eagle": "EAGLE-1 and 2",
 }  # fmt: skip
 
 
@@ -46,6 +47,8 @@ def read_head(config: Mapping[str, Any], shapes: Shapes, target: Target) -> Read
     dflash = config.get("dflash_config")
     projector = (dflash.get("projector_type") if isinstance(dflash, Mapping) else None) or ""
     try:
+        if config.get("speculators_model_type") == "mtp":
+            return mtp.read_alone(config, shapes, target)
         for mark, kind in (("eagle3", ""), ("peagle", ""), ("dspark", "DSpark"), ("dflash", "DFlash")):
             if not any(mark in n for n in names) or any(n in OTHERS for n in names):
                 continue

@@ -1,8 +1,8 @@
 """MTP layers, which publishers add to a model: one more decoder layer that reads a token and a hidden state.
 
 Supported: Qwen3-Next and Qwen 3.5 (tensors under `mtp.`), DeepSeek V3, GLM-4.5 and relatives (one more layer after the last),
-MiMo. The MTP layer is of the same kind as the model's layers. Embedding and output head are the model's, unless the files hold
-copies with the layer.
+MiMo, and folders of speculators with such a layer, for any model. The MTP layer is of the same kind as the model's layers.
+Embedding and output head are the model's, unless the files of a checkpoint hold copies with the layer.
 """
 
 from collections.abc import Mapping
@@ -43,6 +43,9 @@ MIMO = Style(
     tuple(f"{LAYER}.{n}" for n in ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")),  # type: ignore[arg-type]
     hidden_first=True, zero_first=True,
 )  # fmt: skip
+# speculators' `mtp`, a folder of its own; the embedding and the output head that it may hold are copies of the model's
+ALONE = replace(MIMO, files="mtp_layers.0.", zero_first=False)
+COPIES = ("embed_tokens.weight", "lm_head.weight", "verifier_lm_head.weight")
 STYLES = {
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), QWEN),
     **dict.fromkeys(("deepseek_v3", "kimi_k2", "kimi_k25", "glm4_moe", "glm4_moe_lite"), NEXTN),
@@ -75,6 +78,20 @@ def read(config: Mapping[str, Any], shapes: Shapes, target: Target) -> Read:
         kind = config.get("model_type")
         why = "are not supported" if style is None else "are not in its files, whatever config.json says of them"
         raise UnsupportedError(f"MTP layers of {kind} {why}; drafts without a model: --draft ngram")
+    return _layer_read(style, prefix, shapes, target)
+
+
+def read_alone(config: Mapping[str, Any], shapes: Shapes, target: Target) -> Read:
+    """The MTP layer in a folder of speculators. Raises UnsupportedError or DamagedError if it is not one that lowq runs."""
+    if config.get("num_centroids") is not None:
+        raise UnsupportedError("draft heads whose output head has centroids are not supported")
+    if stray := [n for n in shapes if not n.startswith(ALONE.files) and n not in COPIES]:
+        raise DamagedError(f"the draft head has a tensor that is not known: {stray[0]} ({len(stray)} of {len(shapes)})")
+    return _layer_read(ALONE, ALONE.files, shapes, target)
+
+
+def _layer_read(style: Style, prefix: str, shapes: Shapes, target: Target) -> Read:
+    """The MTP layer whose tensors begin with `prefix`."""
     files = {style.ours + name.removeprefix(prefix): name for name in shapes if name.startswith(prefix)}
     shapes = {ours: shapes[name] for ours, name in files.items()}
     model = target.model
@@ -93,7 +110,7 @@ def read(config: Mapping[str, Any], shapes: Shapes, target: Target) -> Read:
     expected = {n: t.shape for n, t in part_tensors((decoder.layers, decoder.norm, merge), form)}
     expected |= {f"{n}.weight": (model.vocab, H) for n, separate in ((EMBED, own_embed), (HEAD, own_head)) if separate}
     if not any(n.startswith(f"{LAYER}.") and "attn" in n for n in shapes):
-        raise DamagedError(f"the MTP layer of this checkpoint lacks tensors: of {prefix}* the files hold {len(shapes)}")
+        raise DamagedError(f"the MTP layer lacks tensors: of {prefix}* the files hold {len(shapes)}")
     check_tensors(expected, shapes, tuple(f"layers.{i}." for i in range(1, 8)))
     return Read(head, target.config, files)
 

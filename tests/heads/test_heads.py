@@ -327,7 +327,7 @@ REFUSED = {  # what is done to a sound folder -> a part of the line that refuses
 }  # fmt: skip
 KINDS = {
     "DFlash2": {"architectures": ["DFlash2DraftModel"], "model_type": "qwen3", "dflash_config": {}},
-    "stand-alone MTP files": {"architectures": ["MTPSpeculator"], "speculators_model_type": "mtp"},
+    "stand-alone MTP files": {"architectures": ["SomeMTP"], "model_type": "mtp"},
     "Gemma 4 assistants": {"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant"},
     "SomethingDraftModel": {"architectures": ["SomethingDraftModel"]},
 }
@@ -351,6 +351,48 @@ def test_a_kind_that_is_not_run_is_refused_by_name(kind, llama, tmp_path):
     pub.written(tmp_path / "head", {**pub.FLAT, **KINDS[kind]}, {"fc.weight": torch.ones(4, 4)})
     with pytest.raises(UnsupportedError, match=f"of the kind {kind} are not supported; supported: EAGLE-3"):
         heads.load(str(tmp_path / "head"), llama[1])
+
+
+ALONE = {
+    "whole": (lambda t: None, None),
+    "copies of the model's": (lambda t: t.update({"lm_head.weight": torch.ones(4, 4)}), None),
+    "a norm missing": (lambda t: t.pop("mtp_layers.0.hidden_layernorm.weight"), "has no tensor"),
+    "all missing": (lambda t: t.clear() or t.update({"lm_head.weight": torch.ones(4, 4)}), "lacks tensors"),
+    "another tensor": (lambda t: t.update({"d2t": torch.ones(4)}), "not known: d2t"),
+    "another layer": (lambda t: t.update({"mtp_layers.1.input_proj.weight": torch.ones(4, 4)}), "not known: mtp_layers.1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "what"), [*(("llama", what) for what in ALONE), ("qwen3", "whole"), ("qwen3_5_text", "whole")]
+)
+def test_an_mtp_layer_of_speculators_guesses_as_the_reference(family, what, tmp_path):
+    """The layer of a model without one, in a folder of its own; the first token's embedding is not zeroed there."""
+    more = {"linear_value_head_dim": 16} if family == "qwen3_5_text" else {}
+    model = pub.target(tmp_path / "model", family, **more)
+    tensors = {
+        n.removeprefix("model."): t for n, t in pub.mimo_mtp(load_file(tmp_path / "model" / "model.safetensors")).items()
+    }
+    change, line = ALONE[what]
+    names = tuple(f"mtp_layers.0.{n}" for n in ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"))
+    layer, weights = copy.deepcopy(model.model.layers[3]), dict(tensors)
+    for t in layer.state_dict().values():
+        t.copy_(pub.other(t))
+    change(tensors)
+    config = {"architectures": ["MTPDraftModel"], "speculators_model_type": "mtp", "num_nextn_predict_layers": 1}
+    ours, folder = native(tmp_path / "model"), pub.written(tmp_path / "head", config, tensors)
+    if line is not None:
+        with pytest.raises(DamagedError, match=line):
+            heads.load(str(folder), ours)
+        return
+    embed, lm_head = (m.weight.detach() for m in (model.model.embed_tokens, model.lm_head))
+    how = {"hidden_first": True, "one": family == "qwen3_5_text"}
+    reference = Mtp(weights, names, model.config.rms_norm_eps, layer, called(model), embed, lm_head, **how)
+    plan = heads.load(str(folder), ours)
+    expected = reference(TEXT[1:], [x[:-1] for x in theirs(model, (-1,))], 4)
+    result = guessed(plan, TEXT[1:], [x[:-1] for x in states_of(ours, plan.layers)], 4)
+    assert result[0] == expected[0]
+    torch.testing.assert_close(result[1], expected[1], rtol=5e-3, atol=5e-3)
 
 
 def test_a_checkpoint_that_promises_an_mtp_layer_and_has_none_is_refused(mtp, tmp_path):
