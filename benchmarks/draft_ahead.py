@@ -4,7 +4,8 @@
 
 One engine in this process computes a small trained model inside a large one's shape (grown.py), so that all ways are compared
 with the same recordings. A way is USERS:LOAD:MODE:ORDER. load: texts that copy, free ones, or `cached`, which copy and whose
-prompts have been read before. mode: never, by the server's balance, or always. order: ahead, or wait for each result.
+prompts have been read before; `copying-long` has answers of four times as many tokens. mode: never, by the server's
+balance, or always. order: ahead, or wait for each result.
 """
 
 import queue
@@ -13,7 +14,7 @@ from itertools import count, islice, product
 from typing import Any
 
 from draft_follow import report_of
-from draft_http import loads, paragraphs, parser_of
+from draft_http import LOADS, LONG, loads, paragraphs, parser_of
 from drafts import NEW, Row, served_loop
 from grown import grown
 from vllm_speed import SHAPES
@@ -26,9 +27,8 @@ from lowq_cli.serving.engines import engine_of
 from lowq_cli.serving.request import Draw, Request
 
 EACH = {1: 8, 16: 5, 64: 3}  # requests of each user
-LOADS = ("copying", "cached", "free")
 WAYS = ("never:ahead", "balance:ahead", "balance:wait", "always:ahead", "always:wait")
-PLAN = ",".join(f"{users}:{load}:{way}" for users, load, way in product(EACH, LOADS, WAYS))
+PLAN = ",".join(f"{users}:{load}:{way}" for users, load, way in product(EACH, (*LOADS, "cached"), WAYS))
 
 
 class Fixed(Trials):
@@ -53,13 +53,14 @@ class Fixed(Trials):
 def measured(engine: Any, texts: list[list[int]], users: int, load: str, mode: str, order: str) -> Row:
     """What users in a closed loop get; `texts` are in no cache yet."""
     drafts, each, drawn = engine.drafts, len(texts) // users, random.Random(users)
+    longest = NEW * (LONG if load.endswith("long") else 1)
     drafts._trials = Trials(drafts.costs.plain_s) if mode == "balance" else Fixed(mode == "always")
     drafts.on, drafts._answers = True, Answers()
     if order == "ahead":
         drafts.go_ahead()
     else:
         drafts.ahead, drafts.scheduler.waits, drafts.costs.gap_s = False, True, GAP_S
-    asked = [[i, drawn.randint(NEW // 2, NEW)] for i in range(len(texts))]
+    asked = [[i, drawn.randint(longest // 2, longest)] for i in range(len(texts))]
     ask = lambda one, new: Request(tuple(texts[one[0]]), one[1], draw=Draw(seed=one[0]))  # noqa: E731
     if load == "cached":
         served_loop(engine, engine.events, [[i, 1] for i, _ in asked], users, each, ask)
@@ -86,8 +87,8 @@ def main() -> None:
     engine.events = queue.SimpleQueue()
     engine.start(engine.events.put)
     report({"pass_ms": {rows: round(1e3 * s, 3) for (rows, _), s in sorted(engine.drafts.passes.seconds.items())}})
-    for first, (users, load, mode, order) in zip(count(100), plan * args.turns):  # a first token of its own: in no cache
-        some = islice(prompts["free" if load == "free" else "copying"] * 4, users * EACH[users])
+    for first, (users, load, mode, order) in zip(count(100), plan * args.turns):  # a first token: in no cache
+        some = islice(prompts[load.replace("cached", "copying")] * 4, users * EACH[users])
         about = {"users": users, "load": load, "mode": mode, "order": order}
         report(about | measured(engine, [[first, *ids] for ids in some], users, load, mode, order))
     engine.stop(0)

@@ -4,7 +4,7 @@
 
 The model is a small trained one inside a large one's shape (grown.py), quantized by `lowq quantize`, which compiles
 kernels. HOME is empty before. Each text comes once without drafts and once with them, in turns. decode_tps: of tokens after
-the first.
+the first. exit_s: of the process after its answer was written.
 """
 
 import argparse
@@ -13,28 +13,38 @@ import os
 import shutil
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from draft_follow import parser_of, report_of
-from drafts import prompts
+from drafts import Row, prompts
 from grown import grown
 from serve_http import LOWQ
 from transformers import AutoTokenizer
 from vllm_speed import SHAPES
 
 SMALLER = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}
-KINDS = ("edit", "free", "code")
+KINDS = ("edit", "code")
 
 
-def run(args: argparse.Namespace, *line: str) -> tuple[str, float]:
-    """What a command of lowq writes, and its seconds. Raises RuntimeError with the end of its messages if it fails."""
-    began = time.perf_counter()
-    home = os.environ | {"HOME": str(args.work / "home")}
-    done = subprocess.run([*LOWQ[:-1], *line, "--device", args.device], capture_output=True, text=True, env=home)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-2000:])
-    return done.stdout, time.perf_counter() - began
+def run(args: argparse.Namespace, *line: str) -> tuple[Row, float, float]:
+    """The JSON object that a command of lowq writes, the seconds of its process, and those of them after the object was there.
+    Raises RuntimeError with the end of its messages if it fails."""
+    began, made, done_at, text = time.perf_counter(), Row(), 0.0, ""
+    home, log = os.environ | {"HOME": str(args.work / "home")}, args.work / "log.txt"
+    with log.open("w") as messages:
+        command = [*LOWQ[:-1], *line, "--device", args.device]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=messages, text=True, env=home)
+        for part in process.stdout or ():
+            text += part
+            with suppress(json.JSONDecodeError):
+                made, done_at = json.loads(text), time.perf_counter()
+        failed = process.wait()
+    ended = time.perf_counter()
+    if failed:
+        raise RuntimeError(log.read_text()[-2000:])
+    return made, ended - began, ended - done_at
 
 
 def main() -> None:
@@ -52,19 +62,20 @@ def main() -> None:
     for shape in args.shapes.split(","):
         folder, whole = args.work / shape, args.work / f"{shape}-16"
         grown(Path(args.base), whole, shapes[shape], args.device, 16)
-        _, seconds = run(args, "quantize", str(whole), "--out", str(folder), "--method", "rtn", "--json")
+        _, seconds, _ = run(args, "quantize", str(whole), "--out", str(folder), "--method", "rtn", "--json")
         report({"model": shape, "quantize_s": seconds})
         shutil.rmtree(whole)
         line = ["generate", str(folder), "--temperature", "0", "--json"]
-        run(args, *line, "--prompt", "The", "--max-new-tokens", "8")  # its process reads the files for the first time
+        for kind in KINDS:  # not counted: files are read, and kernels for prompts compiled, for the first time
+            run(args, *line, "--prompt", str(tokenizer.decode(texts[kind][0])), "--max-new-tokens", "8", "--draft", "none")
         for turn in range(args.turns):
             for new in args.new:
                 for kind in KINDS:
-                    text = str(tokenizer.decode(texts[kind][turn]))
+                    text = str(tokenizer.decode(texts[kind][0]))
                     for draft in ("none", "auto") if turn % 2 else ("auto", "none"):
-                        made, seconds = run(args, *line, "--prompt", text, "--max-new-tokens", str(new), "--draft", draft)
-                        g = json.loads(made)
+                        g, seconds, after = run(args, *line, "--prompt", text, "--max-new-tokens", str(new), "--draft", draft)
                         about = {"model": shape, "new": new, "kind": kind, "turn": turn, "draft": draft, "seconds": seconds}
+                        about["exit_s"] = after
                         kept = {name: g.get(name) for name in ("decode_tps", "ttft_s", "finish_reason", "drafts")}
                         report(about | {"tokens": len(g["tokens"])} | kept)
 

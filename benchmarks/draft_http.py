@@ -6,7 +6,8 @@ Both servers need the same text that copies, which random weights do not write. 
 large one's shape (grown.py), and vLLM runs an export of the same checkpoint in 4 bits.
 
 A closed loop of users, each with the same number of requests, no prompt twice, answers of NEW / 2 to
-NEW tokens; texts that copy (edits, summaries, code) and free ones. between_ms: of tokens that come in one event all but the
+NEW tokens; texts that copy (edits, summaries, code) and free ones; with `copying-long` answers are LONG times as long, about as
+long as what they copy. between_ms: of tokens that come in one event all but the
 first have a gap of 0; event_ms: between events.
 """
 
@@ -36,6 +37,8 @@ from vllm_speed import SHAPES
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 CACHE_TOKENS = 49_152  # of each server: 64 texts of 768 tokens
 REQUESTS = {1: 10, 16: 6, 64: 4}  # of each user, by users
+LOADS = ("copying", "copying-long", "free")
+LONG = 4  # tokens of an answer of `copying-long`, in those of others
 
 
 def server(name: str, args: argparse.Namespace, folder: Path) -> Server:
@@ -99,19 +102,21 @@ def paragraphs(file: Path) -> str:
 
 
 def loads(tokenizer: Any, text: str) -> dict[str, list[list[int]]]:
-    """Prompts that copy and free ones, in a drawn order."""
+    """Prompts of each of LOADS in a drawn order, none twice."""
     drafts.EACH = 10_000  # all that the text has
     some = drafts.prompts(tokenizer, text)
     found = {"copying": [ids for kind in ("edit", "summary", "code") for ids in some[kind]], "free": some["free"]}
     for each in found.values():
         random.Random(0).shuffle(each)
-    return found
+    half = len(found["copying"]) // 2
+    long = [ids for ids in found["copying"][half:] if len(ids) + LONG * NEW < 1000]  # the small model's context is 1,024
+    return found | {"copying": found["copying"][:half], "copying-long": long}
 
 
-def requests(left: Iterator[list[int]], count: int, seed: int) -> list[Asked]:
+def requests(left: Iterator[list[int]], count: int, seed: int, longest: int = NEW) -> list[Asked]:
     """The next prompts, with drawn lengths of answers. Raises ValueError where there are fewer."""
     rng = random.Random(seed)
-    found = [Asked(i, ids, rng.randint(NEW // 2, NEW)) for i, ids in enumerate(islice(left, count))]
+    found = [Asked(i, ids, rng.randint(longest // 2, longest)) for i, ids in enumerate(islice(left, count))]
     if len(found) < count:
         raise ValueError("the texts have too few prompts: give more of them")
     return found
@@ -125,13 +130,13 @@ async def measure(servers: list[Server], args: argparse.Namespace, prompts: dict
         if failed:
             report({"server": one.name, "failed": str(failed)})
     left = {one.name: {load: iter(some) for load, some in prompts.items()} for one in servers if one.ready_s}
-    for users, load, one in product(args.users, prompts, servers):
+    for users, load, one in product(args.users, args.loads.split(","), servers):
         if one.name in left:
             try:
-                prompt = left[one.name][load]
+                prompt, longest = left[one.name][load], NEW * (LONG if load.endswith("long") else 1)
                 await loop(one.port, users, requests(prompt, max(users, 2), 1))
                 before = drafted(one)
-                row = await loop(one.port, users, requests(prompt, REQUESTS[users] * users, 2))
+                row = await loop(one.port, users, requests(prompt, REQUESTS[users] * users, 2, longest))
                 counts = {name: n - before[name] for name, n in drafted(one).items()}
                 report({"server": one.name, "load": load, "ready_s": one.ready_s} | row | counts)
             except Exception:
@@ -156,6 +161,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--servers", default="lowq,lowq-ngram,vllm,vllm-ngram")
     parser.add_argument("--users", type=lambda s: [int(n) for n in s.split(",")], default=[16, 64, 1])
+    parser.add_argument("--loads", default="copying,free", help="some of " + ", ".join(LOADS))
     parser.add_argument("--patience", type=float, default=150.0)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
