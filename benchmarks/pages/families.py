@@ -45,13 +45,26 @@ def decoder_of(row: dict[str, Any]) -> str:
     return "native" if described else earlier.get(row["decoder"], row["decoder"])
 
 
+RUNS = ("h100/families_speed_prompts", "h100/families_speed_whole", "h200/families_speed_heads", "h200/families_published")
+
+
+def shares() -> dict[str, str]:
+    """Model type -> the share of reading in its last measured step of one sequence, and the GPU."""
+    last = dict[str, str]()
+    for name in ("h100/families_speed", *RUNS):
+        for row in read(f"{name}.json")["rows"]:
+            if "share" in row:
+                last[row["family"].removeprefix("whole:")] = f"{row['share']:.0%} ({name[:4].upper()})"
+    return last
+
+
 @part
 def described() -> str:
     """Every described family: its layers, and what follows from them, at a published size or, of CLASS_SIZES, its class's."""
     sys.path.insert(0, str(ROOT / "tests" / "families"))
     from sizes import CLASS_SIZES, CONFIGS
 
-    cells = []
+    cells, share = [], shares()
     for name, family in sorted(arch.families().items()):
         config = next((c for n, c in CONFIGS.items() if n.partition("/")[0] == name), None)
         if config is None and name not in CLASS_SIZES:  # the text part of a wrapper that has a row
@@ -59,14 +72,15 @@ def described() -> str:
         try:
             model = read_config({"model_type": name, "max_position_embeddings": 4096, **(config or {})})[1]
         except NotPlain:
-            cells.append((f"`{name}`", "(this config is read by transformers)", "", "", ""))
+            cells.append((f"`{name}`", "(this config is read by transformers)", "", "", "", ""))
             continue
         kinds = {type(mixer).__name__ for _, mixer in mixers(model)}
         rotates = "its tower reads and writes the stream" if model.outside_text else why_not(model) or "exact"
         formats = " ".join(f for f, held in (("GGUF", family.gguf), ("MLX", family.mlx)) if held)
-        cells.append((f"`{name}`", ", ".join(sorted(kinds)), "yes" if model.extra else "", rotates, formats))
+        reading = share.get(name, share.get(f"{name}_text", ""))
+        cells.append((f"`{name}`", ", ".join(sorted(kinds)), reading, "yes" if model.extra else "", rotates, formats))
     head = f"{len(arch.families())} model types are described; {len(cells)} are not the text part of another:\n\n"
-    return head + table(("family", "layers", "further heads", "`--rotate`", "further formats"), cells)
+    return head + table(("family", "layers", ">of reading", "further heads", "`--rotate`", "further formats"), cells)
 
 
 @part
@@ -99,10 +113,10 @@ def speed() -> str:
 
 @part
 def prompts() -> str:
-    """The same in other runs: after prompts of recurrent layers and latents had kernels, of published models whole or cut, and
-    after attention of wide heads and of many queries had one."""
+    """The same in other runs: after prompts of recurrent layers and latents had kernels, of published models whole or cut,
+    after attention of wide heads and of many queries had one, and of published mixtures and hybrids again."""
     told, head = "", ("family", ">layers", ">us a step", ">of reading", ">tokens/s of 8", ">first token, ms")
-    for name in ("h100/families_speed_prompts", "h100/families_speed_whole", "h200/families_speed_heads"):
+    for name in RUNS:
         found = read(f"{name}.json")
         cells = [
             (

@@ -25,5 +25,5 @@ def _sum(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
     taps, by = inputs.float(), weight.float()
     y = taps[..., :T] * by[:, :1]
     for i in range(1, weight.shape[1]):
-        y = y + taps[..., i : i + T] * by[:, i : i + 1]
+        y.addcmul_(taps[..., i : i + T], by[:, i : i + 1])
     return y if bias is None else y + bias.float()[:, None]
