@@ -15,7 +15,7 @@ def gate_product(layer: object, gate_up: torch.Tensor, act: str) -> torch.Tensor
     if not isinstance(layer, QuantLinear) or layer.in_blocks or act not in tile_wgmma8.GATES:
         return None
     mode, p = act_of(layer.act, gate_up.shape[0]), layer.packed
-    if mode == "none" or not tile_wgmma8.rounds_held(p.K):
+    if mode == "none" or not tile_wgmma8.block_of(p.K)[0]:
         return None
     spec, config = select(Call.of(gate_up, p, mode), layer.kernel)
     return tile_wgmma8.product(gate_up, p, layer.bias, config, mode == "int8", act) if spec.name in KERNELS else None

@@ -1,8 +1,8 @@
 """grouped_experts8: a mixture layer of many tokens on 8-bit tensor cores; it never waits for the device.
 
 place           as in grouped_experts.py
-two products    act_rows.cu rounds each slot's row of x, per token and therefore alike for all of a token's slots, then
-                cuda/tile_wgmma8, grouped; before the second product the launch that rounds also computes act(gate) * up
+two products    act_rows.cu rounds each token's row of x once and writes it to the rows of its slots, then cuda/tile_wgmma8,
+                grouped; before the second product the launch that rounds also computes act(gate) * up
 weigh           as in grouped_experts.py
 """
 
@@ -57,9 +57,9 @@ def layer(
     row, tokens, *tiles = place(ids.contiguous(), up.words.shape[0], config["BLOCK_M"])
     of_up, of_down = up.side_by_side(), down.side_by_side()
     h = tile_wgmma8.multiply(
-        tile_wgmma8.rounded(x.contiguous(), of_up, int8, tokens=tokens, gather=True), of_up, up.bias, config, up.N, tuple(tiles)
+        tile_wgmma8.rounded(x.contiguous(), of_up, int8, tokens=tokens, slots=row), of_up, up.bias, config, up.N, tuple(tiles)
     )
-    gate = act if act in tile_wgmma8.GATES and tile_wgmma8.rounds_held(of_down.K) else ""
+    gate = act if act in tile_wgmma8.GATES and tile_wgmma8.block_of(of_down.K)[0] else ""
     h8 = tile_wgmma8.rounded(h if gate else between(h, act), of_down, int8, gate, tokens)
     return weighed(tile_wgmma8.multiply(h8, of_down, down.bias, config, down.N, tuple(tiles)), row, weights)
 

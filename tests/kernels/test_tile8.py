@@ -85,7 +85,7 @@ def test_emulated(case):
 
 
 GATED = [  # K of two rounds of act_rows; K that is no multiple of 128, and of 8
-    ("silu", Case((1, 64, 1), 4, torch.float16, 128, "float", 5, 72, 4224, act="fp8")),
+    ("silu", Case((1, 64, 1), 4, torch.float16, 128, "float", 5, 72, 16512, act="fp8")),
     ("gelu_tanh", Case((1, 64, 1), 8, torch.bfloat16, 272, "none", 35, 130, 272, bias=True, act="int8")),
 ]
 

@@ -6,8 +6,8 @@
 //             i-th 32 bytes of each chunk of CHUNK k, byte 16*h + 4*quad + b is k = 16*f + 8*h + 2*quad + b / 2, with
 //             f = i + (b % 2) * CHUNK / 32, at 8 bits (INTERLEAVED) f = 2*i + b % 2. GATE: rows of act(gate) * up, rounded to
 //             x's type, where a row of x holds K values of gate, then K of up
-// WHICH       of act_rows: every row; or those with a token, where tokens[row] is a token's number + 1, or 0 for none, and the
-//             others stay unwritten; or each row's token is the row of x that it takes (of a mixture's rows, sorted by expert)
+// WHICH       of act_rows: every row; or those with a token, where of_rows[row] is 0 for none, and the others stay unwritten;
+//             or every row of x (a token of a mixture), written to the `copies` rows of_rows[copies * row ...] of its slots
 // Shapes  y (M, K) · x8 (M, steps * 128) zeros past K · sums (M, sums_stride) of x's type · scales (M,)
 // Launch  one block of 256 threads (act_rows: THREADS) a row. act_rows holds it in registers meanwhile where it has at most
 //         16 * THREADS * ROUNDS values (0: it is read twice, as by round_rows, the second time out of L1)
@@ -51,7 +51,14 @@ __device__ __forceinline__ float quantized(float a, float b, u32& bytes) {
     }
 }
 
-__device__ __forceinline__ float larger(float a, float b) { return b > a || b != b ? b : a; }  // NaN stays
+// The larger of two halves each, NaN if one is, without their signs.
+template <int T>
+__device__ __forceinline__ u32 larger2(u32 a, u32 b) {
+    u32 d;
+    if constexpr (T == FP16) asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b & 0x7fff7fffu));
+    else asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b & 0x7fff7fffu));
+    return d;
+}
 
 __device__ __forceinline__ void load8(const u16* row, int k, int K, u32 (&v)[4]) {  // halves k .. k + 7 of a row, zeros past K
     if (k + 8 <= K && K % 8 == 0) {
@@ -65,42 +72,38 @@ __device__ __forceinline__ void load8(const u16* row, int k, int K, u32 (&v)[4])
 }
 
 template <int T>
-__device__ __forceinline__ float largest(float most, const u32 (&v)[4]) {  // of so far, and of eight more
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const float2 f = to_floats<T>(v[i] & 0x7fff7fffu);
-        most = larger(most, f.x), most = larger(most, f.y);
-    }
-    return most;
+__device__ __forceinline__ u32 largest(u32 most, const u32 (&v)[4]) {  // of so far, and of eight more
+    most = larger2<T>(larger2<T>(most, v[0]), v[1]);
+    return larger2<T>(larger2<T>(most, v[2]), v[3]);
 }
 
-template <int WARPS>
-__device__ __forceinline__ float of_block(float most, float (&maxima)[WARPS]) {  // the largest, at least a scale's least
+template <int T, int WARPS>
+__device__ __forceinline__ float of_block(u32 most, u32 (&maxima)[WARPS]) {  // the largest, at least a scale's least
 #pragma unroll
-    for (int d = 16; d; d /= 2) most = larger(most, __shfl_xor_sync(0xffffffffu, most, d));
+    for (int d = 16; d; d /= 2) most = larger2<T>(most, __shfl_xor_sync(0xffffffffu, most, d));
     if ((threadIdx.x & 31) == 0) maxima[threadIdx.x >> 5] = most;
     __syncthreads();
-    most = 1e-30f;
 #pragma unroll
-    for (int i = 0; i < WARPS; i++) most = larger(most, maxima[i]);
-    return most;
+    for (int i = 0; i < WARPS; i++) most = larger2<T>(most, maxima[i]);
+    const float2 two = to_floats<T>(larger2<T>(most, most >> 16 | most << 16));
+    return two.x < 1e-30f ? 1e-30f : two.x;
 }
 
 template <int T>
-__device__ __forceinline__ float largest(const u16* row, int K, float (&maxima)[8]) {  // of a row
-    float most = 0.f;
+__device__ __forceinline__ float largest(const u16* row, int K, u32 (&maxima)[8]) {  // of a row
+    u32 most = 0;
     for (int k = threadIdx.x * 8; k < K; k += 2048) {
         u32 v[4];
         load8(row, k, K, v);
         most = largest<T>(most, v);
     }
-    return of_block(most, maxima);
+    return of_block<T>(most, maxima);
 }
 
 template <int T, bool INT8>
 __global__ void __launch_bounds__(256)
 round_rows(const u16* __restrict__ x, u16* __restrict__ y, int K) {
-    __shared__ float maxima[8];
+    __shared__ u32 maxima[8];
     const u16* const from = x + (size_t)blockIdx.x * K;
     u16* const to = y + (size_t)blockIdx.x * K;
     next_grid_launch();
@@ -127,21 +130,21 @@ round_rows(const u16* __restrict__ x, u16* __restrict__ y, int K) {
 }
 
 enum { PLAIN = 0, SILU_GATE = 1, GELU_TANH_GATE = 2 };
-enum { EVERY_ROW = 0, ROWS_WITH_TOKENS = 1, TOKENS_OF_ROWS = 2 };
-template <int T, bool INT8, int CHUNK, bool INTERLEAVED, int SG, int ROUNDS, int GATE, int WHICH = EVERY_ROW,
-          int THREADS = 256>
+enum { EVERY_ROW = 0, ROWS_WITH_TOKENS = 1, ROWS_OF_TOKENS = 2 };
+template <int T, bool INT8, int CHUNK, bool INTERLEAVED, int SG, int ROUNDS, int GATE, int WHICH, int THREADS>
 __global__ void __launch_bounds__(THREADS)
 act_rows(const u16* __restrict__ x, u32* __restrict__ x8, u16* __restrict__ sums, float* __restrict__ scales, int K, int steps,
-         int sums_stride, const int* __restrict__ tokens) {
+         int sums_stride, const int* __restrict__ of_rows, int copies) {
     static_assert(GATE == PLAIN || ROUNDS > 0, "gates are computed once");
     static_assert(THREADS == 256 || ROUNDS > 0, "a row that is read twice is read by 256 threads");
-    __shared__ float maxima[THREADS / 32];
+    __shared__ u32 maxima[THREADS / 32];
     const int row = blockIdx.x, units = steps * 8;  // of 16 bytes
     next_grid_launch();
     previous_grid_wait();
-    const int token = WHICH == EVERY_ROW ? 1 : tokens[row];
-    if (token == 0) return;
-    const u16* const from = x + (size_t)(WHICH == TOKENS_OF_ROWS ? token - 1 : row) * (GATE == PLAIN ? K : 2 * K);
+    if (WHICH == ROWS_WITH_TOKENS && of_rows[row] == 0) return;
+    if (WHICH != ROWS_OF_TOKENS) copies = 1;
+    const u16* const from = x + (size_t)row * (GATE == PLAIN ? K : 2 * K);
+    auto to = [&](int copy) { return WHICH == ROWS_OF_TOKENS ? of_rows[row * copies + copy] : row; };
     constexpr float LIMIT = INT8 ? 127.f : 448.f;
     auto gated = [](float gate, float up) {
         if constexpr (GATE == SILU_GATE) {  // its quotient in one instruction, within 2 ulp: an exact one takes ten
@@ -173,14 +176,16 @@ act_rows(const u16* __restrict__ x, u32* __restrict__ x8, u16* __restrict__ sums
     u32 held[ROUNDS ? ROUNDS : 1][2][4];
     float most = 0.f;
     if constexpr (ROUNDS > 0) {
+        u32 largest_two = 0;
 #pragma unroll
         for (int i = 0; i < ROUNDS; i++) read(i * THREADS + threadIdx.x, held[i]);
 #pragma unroll
-        for (int i = 0; i < ROUNDS; i++) most = largest<T>(largest<T>(most, held[i][0]), held[i][1]);
-        most = of_block(most, maxima);
+        for (int i = 0; i < ROUNDS; i++) largest_two = largest<T>(largest<T>(largest_two, held[i][0]), held[i][1]);
+        most = of_block<T>(largest_two, maxima);
     } else if constexpr (THREADS == 256) most = largest<T>(from, K, maxima);
     const float inverse = LIMIT / most;
-    if (threadIdx.x == 0) scales[row] = most / LIMIT;
+    if (threadIdx.x == 0)
+        for (int i = 0; i < copies; i++) scales[to(i)] = most / LIMIT;
 
     auto write = [&](int unit, const u32 (&v)[2][4]) {
         u32 out[4];
@@ -196,8 +201,11 @@ act_rows(const u16* __restrict__ x, u32* __restrict__ x8, u16* __restrict__ sums
 #pragma unroll
         for (int d = 1; d < SG / 16; d *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
         if (unit < units) {
-            *(uint4*)(x8 + ((size_t)row * units + unit) * 4) = make_uint4(out[0], out[1], out[2], out[3]);
-            if (unit % (SG / 16) == 0) sums[(size_t)row * sums_stride + unit / (SG / 16)] = (u16)from_floats<T>(sum, 0.f);
+            for (int i = 0; i < copies; i++) {
+                const size_t at = to(i);
+                *(uint4*)(x8 + (at * units + unit) * 4) = make_uint4(out[0], out[1], out[2], out[3]);
+                if (unit % (SG / 16) == 0) sums[at * sums_stride + unit / (SG / 16)] = (u16)from_floats<T>(sum, 0.f);
+            }
         }
     };
     if constexpr (ROUNDS > 0) {

@@ -26,11 +26,12 @@ CONFIGS = configs_of(KEYS, (
     (2, 128, 1), (2, 128, 2), (1, 128, 1), (1, 128, 2), (2, 64, 1), (2, 64, 2), (1, 64, 1), (1, 64, 2), (1, 64, 4),
 ))  # fmt: skip
 PARAMETERS = (TensorMap,) * 5 + (ctypes.c_void_p,) * 5 + (ctypes.c_int32,) * 5 + (ctypes.c_void_p,) * 2
-ROUND_PARAMETERS = (ctypes.c_void_p,) * 4 + (ctypes.c_int32,) * 3 + (ctypes.c_void_p,)
+ROUND_PARAMETERS = (ctypes.c_void_p,) * 4 + (ctypes.c_int32,) * 3 + (ctypes.c_void_p, ctypes.c_int32)
 BLOCK_K = 128  # k per stage
 BAND = 8192  # rows of W whose tiles run at the same time
 MAX_STAGES = 8
-MOST_HELD = 7  # act_rows holds up to this many times 4,096 values of a row of x, 8 registers per thread each
+MOST_THREADS = 1024  # of a block of act_rows: more threads of fewer rounds fill an SM better
+MOST_HELD = 2  # max. rounds of 16 values per thread that act_rows holds, in 8 registers each: rows of up to 32,768 values
 SHARED = share_of_block(gpu.HOPPER.smem_sm, 1)
 GATES = {"": 0, "silu": 1, "gelu_tanh": 2}  # what act_rows computes before it rounds
 
@@ -104,10 +105,11 @@ def _default_config(call: Call, legal: list[Config]) -> Config:
     return min(legal, key=cost)
 
 
-def rounds_held(K: int) -> int:
-    """The rounds of 4,096 values in which act_rows holds a row of K in registers; 0: it reads longer rows twice."""
-    rounds = math.ceil(math.ceil(K / BLOCK_K) * BLOCK_K / 4096)
-    return rounds if rounds <= MOST_HELD else 0
+def block_of(K: int) -> tuple[int, int]:
+    """(rounds, threads) of act_rows: a block holds a row of K, 16 values a thread and round. 0 rounds: it reads it twice."""
+    units = math.ceil(K / BLOCK_K) * BLOCK_K // 16
+    rounds = math.ceil(units / MOST_THREADS)
+    return (rounds, math.ceil(units / rounds / 32) * 32) if rounds <= MOST_HELD else (0, 256)
 
 
 @dataclass(frozen=True)
@@ -122,38 +124,44 @@ class Rounded:
     int8: bool
 
 
-EVERY_ROW, ROWS_WITH_TOKENS, TOKENS_OF_ROWS = range(3)  # the rows that act_rows rounds: its WHICH
+EVERY_ROW, ROWS_WITH_TOKENS, ROWS_OF_TOKENS = range(3)  # the rows that act_rows rounds and writes: its WHICH
 
 
 @cache
-def _kernel(bits: int, T: int, int8: bool, span: int, steps: int, gate: str, which: int, threads: int, device: int) -> Kernel:
+def _kernel(bits: int, T: int, int8: bool, span: int, gate: str, which: int, rounds: int, threads: int, device: int) -> Kernel:
     flags = f"{str(int8).lower()}, {CHUNK[bits]}, {str(bits == 8).lower()}"
-    held = rounds_held(steps * BLOCK_K) if threads == 256 else 1
-    rounding = f"act_rows<{T}, {flags}, {span}, {held}, {GATES[gate]}{f', {which}, {threads}' if which else ''}>"
+    rounding = f"act_rows<{T}, {flags}, {span}, {rounds}, {GATES[gate]}, {which}, {threads}>"
     return Kernel("act_rows.cu", rounding, device, threads, ROUND_PARAMETERS, serialize=True)
 
 
 def rounded(
-    x: torch.Tensor, p: PackedWeight, int8: bool, gate: str = "", tokens: torch.Tensor | None = None, gather: bool = False
+    x: torch.Tensor,
+    p: PackedWeight,
+    int8: bool,
+    gate: str = "",
+    tokens: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
 ) -> Rounded:
     """x (M, K) rounded per row, in the order in which codes of p lie in words.
 
     gate: one of GATES; x is then gate and up (M, 2 K), and act(gate) * up of them is what is rounded.
-    tokens: (P,) int32; only rows with tokens > 0 are rounded, or (gather) row i is row tokens[i] - 1 of x.
+    tokens: (P,) int32; only rows with tokens > 0 are rounded. With slots (M * copies,) int32, all rows of x are, and row i is
+        written to rows slots[copies * i], ... of P.
     """
     bits, K, device, group = p.scheme.bits, p.K, x.device, group_argument(p)
     rows, steps, span = x.shape[0] if tokens is None else tokens.shape[0], math.ceil(K / BLOCK_K), sum_span(group)
-    which = EVERY_ROW if tokens is None else TOKENS_OF_ROWS if gather else ROWS_WITH_TOKENS
-    # of the many rows of a mixture, short ones have a block of few threads: 64 that hold 16 values each take K up to 1,024
-    threads = 256 if which == EVERY_ROW else next((n for n in (64, 128) if steps * BLOCK_K <= 16 * n), 256)
-    kernel = _kernel(bits, TYPES[x.dtype], int8, span, steps, gate, which, threads, device.index)
+    which = EVERY_ROW if tokens is None else ROWS_WITH_TOKENS if slots is None else ROWS_OF_TOKENS
+    kernel = _kernel(bits, TYPES[x.dtype], int8, span, gate, which, *block_of(K), device.index)
     x = aligned(x)
     x8 = torch.empty(rows, steps * BLOCK_K, dtype=torch.uint8, device=device)
     columns = steps * BLOCK_K // span
     sums = torch.empty(rows, -(-columns // 8) * 8, dtype=x.dtype, device=device)
     scales = torch.empty(rows, dtype=torch.float32, device=device)
-    of_rows = 0 if tokens is None else tokens.data_ptr()
-    kernel(rows, 1, 0, x.data_ptr(), x8.data_ptr(), sums.data_ptr(), scales.data_ptr(), K, steps, sums.shape[1], of_rows)
+    of_rows, blocks, copies = tokens, rows, 1
+    if slots is not None:
+        of_rows, blocks, copies = slots, x.shape[0], slots.shape[0] // x.shape[0]
+    pointers = (x.data_ptr(), x8.data_ptr(), sums.data_ptr(), scales.data_ptr())
+    kernel(blocks, 1, 0, *pointers, K, steps, sums.shape[1], 0 if of_rows is None else of_rows.data_ptr(), copies)
     return Rounded(x8, sums, scales, columns, int8)
 
 
