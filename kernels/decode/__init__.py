@@ -94,6 +94,7 @@ class Ops:
     fold: FoldedProducts | None = None
     attend_prepared: Callable[..., torch.Tensor | None] | None = None
     gate_product: Callable[[Any, torch.Tensor, str], torch.Tensor | None] | None = None
+    norm_product: Callable[..., torch.Tensor | None] | None = None
 
 
 TORCH = Ops("torch", **{f.name: getattr(reference, f.name) for f in fields(Ops)[1:] if f.default is MISSING})
@@ -144,4 +145,5 @@ def ops(device_type: str) -> Ops:
     together = optional("lowq_kernels.decode.attend_prepared", "cuda")
     more: dict[str, Any] = {"attend_rows": attend_rows, "accept": sample.accept, "prepare": prepare_triton.prepare}
     more |= {"attend_prepared": together and together.attend, "gate_product": rounding and rounding.gate_product}
+    more["norm_product"] = rounding and rounding.norm_product
     return replace(operations, **more, **rows)

@@ -1,4 +1,4 @@
-"""act(gate) * up rounded to 8 bits by the launch that computes it, and the product behind it: layers under `--act`."""
+"""act(gate) * up, or a norm, rounded to 8 bits by the launch that computes it, and the product behind it (`--act`)."""
 
 import torch
 
@@ -19,3 +19,18 @@ def gate_product(layer: object, gate_up: torch.Tensor, act: str) -> torch.Tensor
         return None
     spec, config = select(Call.of(gate_up, p, mode), layer.kernel)
     return tile_wgmma8.product(gate_up, p, layer.bias, config, mode == "int8", act) if spec.name in KERNELS else None
+
+
+def norm_product(
+    layer: object, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> torch.Tensor | None:
+    """layer(norm(x + delta)) (M, N), x (M, K) changed in place, or None, and x as it was, where no kernel does both."""
+    if not isinstance(layer, QuantLinear) or layer.in_blocks or weight.dtype != x.dtype or not x.is_contiguous():
+        return None
+    mode, p = act_of(layer.act, x.shape[0]), layer.packed
+    if mode == "none" or p.K % 8 or not tile_wgmma8.block_of(p.K)[0] or x.data_ptr() % 16:
+        return None
+    spec, config = select(Call.of(x, p, mode), layer.kernel)
+    if spec.name not in KERNELS:
+        return None
+    return tile_wgmma8.multiply(tile_wgmma8.normed(x, delta, weight, eps, p, mode == "int8"), p, layer.bias, config, p.N)

@@ -6,8 +6,8 @@ Three rewrites of the list of steps, where `fold.why_not` allows a product for t
 and one where a kernel takes both (`SharedExperts`):
     experts, product, gate, product   experts with their shared expert
 
-For more rows than a decode step has (STEPS), a gate and the product behind it become one step, which rounds act(gate) * up to
-8 bits where the layer does (`--act`).
+For more rows than a decode step has (STEPS), a gate or a norm and the product behind it become one step, which rounds what they
+make to 8 bits where the layer does (`--act`).
 """
 
 from collections.abc import Sequence
@@ -133,6 +133,33 @@ class GateProduct(s.Step):
             f.y = y
 
 
+@dataclass(frozen=True, eq=False)
+class RoundedNormProduct(s.Step):
+    """x += y, then y = layer(norm(x))."""
+
+    norm: s.AddNorm
+    product: s.Product
+    what = "product"
+
+    def width(self, before: int) -> int:
+        return self.product.width(before)
+
+    def compiled_for(self) -> tuple[object, ...]:
+        layer = self.product.layer
+        return (*self.norm.compiled_for(), *_facts(layer), getattr(layer, "act", "none"))
+
+    def run(self, f: s.Frame) -> None:
+        norm = self.norm.norm
+        assert f.ops.norm_product is not None
+        assert norm.weight is not None
+        y = f.ops.norm_product(self.product.layer, f.x, None if self.norm.first else f.y, norm.weight, norm.eps)
+        if y is None:
+            self.norm.run(f)
+            self.product.run(f)
+        else:
+            f.y = y
+
+
 def _facts(layer: Any) -> tuple[object, ...]:
     return layer.out_features, layer.in_features, getattr(layer, "scheme", None), layer.bias is None
 
@@ -153,7 +180,9 @@ def fold(steps: list[s.Step], ops: Ops, M: int, dtype: torch.dtype) -> list[s.St
     if ops.fold is None:
         return steps
     joined = with_shared(steps, M, dtype)
-    folded = (_with_gates(joined) if ops.gate_product else joined) if M > STEPS else _fold_products(joined, ops, M, dtype)
+    folded = (
+        (_with_rounding(joined, ops) if ops.gate_product else joined) if M > STEPS else _fold_products(joined, ops, M, dtype)
+    )
     return steps if folded is joined and len(joined) == len(steps) else folded
 
 
@@ -232,13 +261,17 @@ def _fold_products(steps: list[s.Step], ops: Ops, M: int, dtype: torch.dtype) ->
     return folded if len(folded) < len(steps) else steps
 
 
-def _with_gates(steps: list[s.Step]) -> list[s.Step]:
-    """The steps with each gate and the product behind it as one; the same list object without such a pair."""
+def _with_rounding(steps: list[s.Step], ops: Ops) -> list[s.Step]:
+    """The steps with each gate or norm and the product behind it as one; the same list object without such a pair."""
     found = list[s.Step]()
     for step in steps:
-        gate = found[-1] if found else None
-        if isinstance(gate, s.Gate) and gate.gated and gate.gate_scale == 1.0 and type(step) is s.Product:
-            found[-1] = GateProduct(gate, step)
+        last = found[-1] if found and type(step) is s.Product else None
+        if isinstance(last, s.Gate) and last.gated and last.gate_scale == 1.0:
+            assert isinstance(step, s.Product)
+            found[-1] = GateProduct(last, step)
+        elif isinstance(last, s.AddNorm) and last.post is None and ops.norm_product:
+            assert isinstance(step, s.Product)
+            found[-1] = RoundedNormProduct(last, step)
         else:
             found.append(step)
     return found if len(found) < len(steps) else steps

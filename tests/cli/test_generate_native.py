@@ -117,9 +117,13 @@ def test_folding_changes_no_token(name):
 
 
 @pytest.mark.parametrize("taken", [False, True])
-def test_gates_of_prompts_go_to_the_products_behind_them(taken):
+def test_gates_and_norms_of_prompts_go_to_the_products_behind_them(taken):
     """In passes of more than STEPS rows, whether a kernel computes both or none does."""
-    asked = []
+    asked, norms = [], []
+
+    def norm_product(layer, x, delta, weight, eps):
+        norms.append((layer.out_features, delta is None))
+        return layer(reference.add_norm(x, delta, weight, eps)) if taken else None
 
     def gate_product(layer, gate_up, act):
         asked.append((layer.in_features, act))
@@ -130,11 +134,12 @@ def test_gates_of_prompts_go_to_the_products_behind_them(taken):
     g = stream(model := build("llama"), TOKENIZER, prompt, decoder=NativeDecoder(model), **steps)
     list(g.pieces())
     decoder = NativeDecoder(model := build("llama"))
-    decoder.plan.ops = replace(decoder.plan.ops, fold=Fold, gate_product=gate_product)
+    decoder.plan.ops = replace(decoder.plan.ops, fold=Fold, gate_product=gate_product, norm_product=norm_product)
     found = stream(model, TOKENIZER, prompt, decoder=decoder, **steps)
     list(found.pieces())
     assert found.tokens == g.tokens
     assert asked == [(96, "silu")] * 3  # a layer each; none in steps
+    assert [first for _, first in norms] == [True] + [False] * 5
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "phi3"])

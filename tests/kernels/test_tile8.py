@@ -8,7 +8,7 @@ import torch
 
 import emulation
 from lowq_kernels import activations
-from lowq_kernels.decode import activation
+from lowq_kernels.decode import activation, reference
 from lowq_kernels.dispatch import registry
 from lowq_kernels.dispatch.registry import Call
 from lowq_packers.scheme import Scheme
@@ -16,7 +16,7 @@ from lowq_packers.scheme import Scheme
 emulation.require("cuda/tile_int8", compiler=False)
 from machine_code import without_spills
 
-from lowq_kernels.decode.gate_product import gate_product
+from lowq_kernels.decode.gate_product import gate_product, norm_product
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_kernels.products.cuda import act_rows, tile_wgmma8
 
@@ -107,6 +107,34 @@ def test_gated_emulated(gate, case):
     config = dict(zip(tile_wgmma8.KEYS, case.config, strict=True))
     with emulation.hopper(tile_wgmma8), emulation.sms(case.sms):
         y = emulation.twice(lambda: tile_wgmma8.product(gate_up, p, bias, config, case.act == "int8", gate))
+    assert emulation.error(y, ref) < 2 * TOLERANCE[case.dtype]
+
+
+def normed_operands(case, adds, device="cpu"):
+    """A stream, what is added to it (or None), the norm's weight, the packed weight, its bias; stream and product."""
+    x, p, bias, q = emulation.operands(case, device)
+    delta, weight = x.flip(0) / 3 if adds else None, torch.rand(x.shape[1], device=device).to(x.dtype)
+    added = x if delta is None else x + delta
+    y = reference.add_norm(x.clone(), delta, weight, 1e-5)
+    ref = activations.rounded(y.float(), case.act) @ q.dequantize().t().to(device) + (0 if bias is None else bias.float())
+    return x, delta, weight, p, bias, added, ref
+
+
+@emulated
+@pytest.mark.parametrize(("gate", "case"), GATED, ids=str)
+def test_normed_emulated(gate, case):
+    """The launch that rounds also adds to the stream and norms it."""
+    x, delta, weight, p, bias, added, ref = normed_operands(case, gate == "silu")
+    config = dict(zip(tile_wgmma8.KEYS, case.config, strict=True))
+
+    def product():
+        stream = x.clone()
+        found = tile_wgmma8.normed(stream, delta, weight, 1e-5, p, case.act == "int8")
+        assert torch.equal(stream, added)
+        return tile_wgmma8.multiply(found, p, bias, config, p.N)
+
+    with emulation.hopper(tile_wgmma8), emulation.sms(case.sms):
+        y = emulation.twice(product)
     assert emulation.error(y, ref) < 2 * TOLERANCE[case.dtype]
 
 
@@ -216,3 +244,20 @@ def test_gated_on_the_gpu(act, gate):
     layer.set_act(act)
     assert emulation.error(gate_product(layer, gate_up, gate), ref) < 2 * TOLERANCE[case.dtype]
     assert gate_product(layer, gate_up[: activations.STEPS], gate) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("act", ["int8", "fp8"])
+@pytest.mark.parametrize("adds", [True, False])
+def test_normed_on_the_gpu(act, adds):
+    """As a layer behind a norm computes it, and the stream with what is added; of few rows nothing is taken or changed."""
+    case = Case(0, 4, torch.bfloat16, 128, "float", 300, 1000, 4096, bias=True, act=act)
+    x, delta, weight, p, bias, added, ref = normed_operands(case, adds, "cuda")
+    layer = QuantLinear.from_packed(p, bias)
+    layer.set_act(act)
+    stream, few = x.clone(), x[: activations.STEPS].clone()
+    assert emulation.error(norm_product(layer, stream, delta, weight, 1e-5), ref) < 2 * TOLERANCE[case.dtype]
+    assert torch.equal(stream, added)
+    assert norm_product(layer, few, None, weight, 1e-5) is None
+    assert torch.equal(few, x[: activations.STEPS])

@@ -5,7 +5,8 @@
 // act_rows    q as bytes, in the order in which tile_wgmma8.cu's A operand holds codes, and sums of every SG of them. In the
 //             i-th 32 bytes of each chunk of CHUNK k, byte 16*h + 4*quad + b is k = 16*f + 8*h + 2*quad + b / 2, with
 //             f = i + (b % 2) * CHUNK / 32, at 8 bits (INTERLEAVED) f = 2*i + b % 2. GATE: rows of act(gate) * up, rounded to
-//             x's type, where a row of x holds K values of gate, then K of up
+//             x's type, where a row of x holds K values of gate, then K of up. NORM: stream += x (x 0: nothing is added), then
+//             rows of stream * rsqrt(mean of squares + eps) * weight, both rounded to x's type
 // WHICH       of act_rows: every row; or those with a token, where of_rows[row] is 0 for none, and the others stay unwritten;
 //             or every row of x (a token of a mixture), written to the `copies` rows of_rows[copies * row ...] of its slots
 // Shapes  y (M, K) · x8 (M, steps * 128) zeros past K · sums (M, sums_stride) of x's type · scales (M,)
@@ -129,21 +130,37 @@ round_rows(const u16* __restrict__ x, u16* __restrict__ y, int K) {
     }
 }
 
-enum { PLAIN = 0, SILU_GATE = 1, GELU_TANH_GATE = 2 };
+template <int THREADS>  // 1 / root of a row's mean of squares, of each thread's sum
+__device__ __forceinline__ float inverse_root(float square, int K, float eps, float (&squares)[THREADS / 32]) {
+#pragma unroll
+    for (int d = 16; d; d /= 2) square += __shfl_xor_sync(0xffffffffu, square, d);
+    if ((threadIdx.x & 31) == 0) squares[threadIdx.x >> 5] = square;
+    __syncthreads();
+    float sum = 0.f, root;
+#pragma unroll
+    for (int i = 0; i < THREADS / 32; i++) sum += squares[i];
+    asm("rsqrt.approx.f32 %0, %1;" : "=f"(root) : "f"(sum / K + eps));
+    return root;
+}
+
+enum { PLAIN = 0, SILU_GATE = 1, GELU_TANH_GATE = 2, NORM = 3 };
 enum { EVERY_ROW = 0, ROWS_WITH_TOKENS = 1, ROWS_OF_TOKENS = 2 };
 template <int T, bool INT8, int CHUNK, bool INTERLEAVED, int SG, int ROUNDS, int GATE, int WHICH, int THREADS>
 __global__ void __launch_bounds__(THREADS)
 act_rows(const u16* __restrict__ x, u32* __restrict__ x8, u16* __restrict__ sums, float* __restrict__ scales, int K, int steps,
-         int sums_stride, const int* __restrict__ of_rows, int copies) {
+         int sums_stride, const int* __restrict__ of_rows, int copies, u16* stream, const u16* __restrict__ weight, float eps) {
     static_assert(GATE == PLAIN || ROUNDS > 0, "gates are computed once");
     static_assert(THREADS == 256 || ROUNDS > 0, "a row that is read twice is read by 256 threads");
     __shared__ u32 maxima[THREADS / 32];
+    __shared__ float squares[GATE == NORM ? THREADS / 32 : 1];
     const int row = blockIdx.x, units = steps * 8;  // of 16 bytes
     next_grid_launch();
     previous_grid_wait();
     if (WHICH == ROWS_WITH_TOKENS && of_rows[row] == 0) return;
     if (WHICH != ROWS_OF_TOKENS) copies = 1;
-    const u16* const from = x + (size_t)row * (GATE == PLAIN ? K : 2 * K);
+    const u16* const from = x + (size_t)row * (GATE == PLAIN || GATE == NORM ? K : 2 * K);
+    u16* const into = stream + (size_t)row * K;
+    float square = 0.f;
     auto to = [&](int copy) { return WHICH == ROWS_OF_TOKENS ? of_rows[row * copies + copy] : row; };
     constexpr float LIMIT = INT8 ? 127.f : 448.f;
     auto gated = [](float gate, float up) {
@@ -155,8 +172,27 @@ act_rows(const u16* __restrict__ x, u32* __restrict__ x8, u16* __restrict__ sums
         } else return activation(false, gate) * up;
     };
     auto load = [&](int k, u32 (&v)[4]) {
+        if constexpr (GATE == NORM) {
+            load8(into, k, K, v);
+            if (x != nullptr) {
+                u32 delta[4];
+                load8(from, k, K, delta);
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const float2 a = to_floats<T>(v[i]), b = to_floats<T>(delta[i]);
+                    v[i] = from_floats<T>(a.x + b.x, a.y + b.y);
+                }
+                if (k < K) *(uint4*)(into + k) = make_uint4(v[0], v[1], v[2], v[3]);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float2 a = to_floats<T>(v[i]);
+                square = fmaf(a.x, a.x, fmaf(a.y, a.y, square));
+            }
+            return;
+        }
         load8(from, k, K, v);
-        if constexpr (GATE != PLAIN) {
+        if constexpr (GATE != PLAIN && GATE != NORM) {
             u32 up[4];
             load8(from + K, k, K, up);
 #pragma unroll
@@ -166,19 +202,31 @@ act_rows(const u16* __restrict__ x, u32* __restrict__ x8, u16* __restrict__ sums
             }
         }
     };
-    auto read = [&](int unit, u32 (&v)[2][4]) {  // the 16 values of a unit
+    auto place = [&](int unit, int half) {  // the first k of half of a unit's 16 values
         constexpr int PER = CHUNK / 16;  // units of a chunk
         const int chunk = unit / PER, j = unit % PER / 2, h = unit % 2;
-        const int f0 = INTERLEAVED ? 2 * j : j, f1 = INTERLEAVED ? 2 * j + 1 : j + CHUNK / 32;
-        load(chunk * CHUNK + 16 * f0 + 8 * h, v[0]);
-        load(chunk * CHUNK + 16 * f1 + 8 * h, v[1]);
+        return chunk * CHUNK + 16 * (INTERLEAVED ? 2 * j + half : j + half * CHUNK / 32) + 8 * h;
     };
+    auto read = [&](int unit, u32 (&v)[2][4]) { load(place(unit, 0), v[0]), load(place(unit, 1), v[1]); };
     u32 held[ROUNDS ? ROUNDS : 1][2][4];
     float most = 0.f;
     if constexpr (ROUNDS > 0) {
         u32 largest_two = 0;
 #pragma unroll
         for (int i = 0; i < ROUNDS; i++) read(i * THREADS + threadIdx.x, held[i]);
+        if constexpr (GATE == NORM) {
+            const float unit = inverse_root<THREADS>(square, K, eps, squares);
+#pragma unroll
+            for (int i = 0; i < 2 * ROUNDS; i++) {
+                u32(&v)[4] = held[i / 2][i % 2], w[4];
+                load8(weight, place(i / 2 * THREADS + threadIdx.x, i % 2), K, w);
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    const float2 a = to_floats<T>(v[j]), b = to_floats<T>(w[j]);
+                    v[j] = from_floats<T>(a.x * unit * b.x, a.y * unit * b.y);
+                }
+            }
+        }
 #pragma unroll
         for (int i = 0; i < ROUNDS; i++) largest_two = largest<T>(largest<T>(largest_two, held[i][0]), held[i][1]);
         most = of_block<T>(largest_two, maxima);

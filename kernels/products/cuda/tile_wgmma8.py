@@ -26,7 +26,9 @@ CONFIGS = configs_of(KEYS, (
     (2, 128, 1), (2, 128, 2), (1, 128, 1), (1, 128, 2), (2, 64, 1), (2, 64, 2), (1, 64, 1), (1, 64, 2), (1, 64, 4),
 ))  # fmt: skip
 PARAMETERS = (TensorMap,) * 5 + (ctypes.c_void_p,) * 5 + (ctypes.c_int32,) * 5 + (ctypes.c_void_p,) * 2
-ROUND_PARAMETERS = (ctypes.c_void_p,) * 4 + (ctypes.c_int32,) * 3 + (ctypes.c_void_p, ctypes.c_int32)
+ROUND_PARAMETERS = (ctypes.c_void_p,) * 4 + (ctypes.c_int32,) * 3 + (
+    ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_float,
+)  # fmt: skip
 BLOCK_K = 128  # k per stage
 BAND = 8192  # rows of W whose tiles run at the same time
 MAX_STAGES = 8
@@ -34,6 +36,7 @@ MOST_THREADS = 1024  # of a block of act_rows: more threads of fewer rounds fill
 MOST_HELD = 2  # max. rounds of 16 values per thread that act_rows holds, in 8 registers each: rows of up to 32,768 values
 SHARED = share_of_block(gpu.HOPPER.smem_sm, 1)
 GATES = {"": 0, "silu": 1, "gelu_tanh": 2}  # what act_rows computes before it rounds
+BEFORE = GATES | {"norm": 3}
 
 
 def sum_span(group: int) -> int:
@@ -130,7 +133,7 @@ EVERY_ROW, ROWS_WITH_TOKENS, ROWS_OF_TOKENS = range(3)  # the rows that act_rows
 @cache
 def _kernel(bits: int, T: int, int8: bool, span: int, gate: str, which: int, rounds: int, threads: int, device: int) -> Kernel:
     flags = f"{str(int8).lower()}, {CHUNK[bits]}, {str(bits == 8).lower()}"
-    rounding = f"act_rows<{T}, {flags}, {span}, {rounds}, {GATES[gate]}, {which}, {threads}>"
+    rounding = f"act_rows<{T}, {flags}, {span}, {rounds}, {BEFORE[gate]}, {which}, {threads}>"
     return Kernel("act_rows.cu", rounding, device, threads, ROUND_PARAMETERS, serialize=True)
 
 
@@ -148,21 +151,44 @@ def rounded(
     tokens: (P,) int32; only rows with tokens > 0 are rounded. With slots (M * copies,) int32, all rows of x are, and row i is
         written to rows slots[copies * i], ... of P.
     """
-    bits, K, device, group = p.scheme.bits, p.K, x.device, group_argument(p)
-    rows, steps, span = x.shape[0] if tokens is None else tokens.shape[0], math.ceil(K / BLOCK_K), sum_span(group)
     which = EVERY_ROW if tokens is None else ROWS_WITH_TOKENS if slots is None else ROWS_OF_TOKENS
-    kernel = _kernel(bits, TYPES[x.dtype], int8, span, gate, which, *block_of(K), device.index)
-    x = aligned(x)
-    x8 = torch.empty(rows, steps * BLOCK_K, dtype=torch.uint8, device=device)
-    columns = steps * BLOCK_K // span
-    sums = torch.empty(rows, -(-columns // 8) * 8, dtype=x.dtype, device=device)
-    scales = torch.empty(rows, dtype=torch.float32, device=device)
-    of_rows, blocks, copies = tokens, rows, 1
+    of_rows, blocks, copies = tokens, x.shape[0] if tokens is None else tokens.shape[0], 1
     if slots is not None:
         of_rows, blocks, copies = slots, x.shape[0], slots.shape[0] // x.shape[0]
-    pointers = (x.data_ptr(), x8.data_ptr(), sums.data_ptr(), scales.data_ptr())
-    kernel(blocks, 1, 0, *pointers, K, steps, sums.shape[1], 0 if of_rows is None else of_rows.data_ptr(), copies)
-    return Rounded(x8, sums, scales, columns, int8)
+    found = _unwritten(x.shape[0] if tokens is None else tokens.shape[0], p, x, int8)
+    x = aligned(x)
+    _launch(found, blocks, x.data_ptr(), p, gate, which, 0 if of_rows is None else of_rows.data_ptr(), copies)
+    return found
+
+
+def normed(
+    stream: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, p: PackedWeight, int8: bool
+) -> Rounded:
+    """stream (M, K) += delta in place, and its RMSNorm with weight (K,), rounded as by `rounded`; block_of(K) holds a row."""
+    found = _unwritten(stream.shape[0], p, stream, int8)
+    delta = None if delta is None else aligned(delta)
+    last = (stream.data_ptr(), weight.data_ptr(), eps)
+    _launch(found, stream.shape[0], 0 if delta is None else delta.data_ptr(), p, "norm", EVERY_ROW, 0, 1, last)
+    return found
+
+
+def _unwritten(rows: int, p: PackedWeight, like: torch.Tensor, int8: bool) -> Rounded:
+    width, device = math.ceil(p.K / BLOCK_K) * BLOCK_K, like.device
+    columns = width // sum_span(group_argument(p))
+    x8 = torch.empty(rows, width, dtype=torch.uint8, device=device)
+    sums = torch.empty(rows, -(-columns // 8) * 8, dtype=like.dtype, device=device)
+    return Rounded(x8, sums, torch.empty(rows, dtype=torch.float32, device=device), columns, int8)
+
+
+def _launch(
+    to: Rounded, blocks: int, x: int, p: PackedWeight, gate: str, which: int, of_rows: int, copies: int,
+    last: tuple[int, int, float] = (0, 0, 0.0),
+) -> None:  # fmt: skip
+    """Run act_rows. x, of_rows: addresses; last: those of the stream and the norm's weight, and its eps."""
+    bits, span, T = p.scheme.bits, sum_span(group_argument(p)), TYPES[to.sums.dtype]
+    kernel = _kernel(bits, T, to.int8, span, gate, which, *block_of(p.K), to.x8.device.index)
+    pointers = (x, to.x8.data_ptr(), to.sums.data_ptr(), to.scales.data_ptr())
+    kernel(blocks, 1, 0, *pointers, p.K, to.x8.shape[1] // BLOCK_K, to.sums.shape[1], of_rows, copies, *last)
 
 
 @cache
