@@ -50,11 +50,6 @@ def _add_norm_kernel(
     tl.store(y_ptr + row, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def _warps(M: int, BLOCK_H: int) -> int:
-    """Warps of a row's program."""
-    return min(16, max(1, BLOCK_H // 256))
-
-
 def add_norm(
     x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, post: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -64,7 +59,7 @@ def add_norm(
     BLOCK_H = triton.next_power_of_2(H)
     _add_norm_kernel[(M,)](
         x, delta, post, weight, y, H, eps, HAS_DELTA=delta is not None, HAS_POST=post is not None, BLOCK_H=BLOCK_H,
-        num_warps=_warps(M, BLOCK_H), **pdl(x),
+        num_warps=min(16, max(1, BLOCK_H // 256)), **pdl(x),
     )  # fmt: skip
     return y
 
