@@ -32,15 +32,16 @@ class LocalModel:
         wake(device)
         with console.status(f"loading {folder}"):
             from lowq_cli.engine.conversation import Conversation
-            from lowq_cli.engine.drafts.drafter_choice import check as check_draft
+            from lowq_cli.engine.drafts import drafter_choice
             from lowq_cli.engine.generation_config import CONVERSATION, settle
             from lowq_cli.engine.open_model import ready
             from lowq_cli.engine.prompts import context_limit
             from lowq_kernels.decode.kv import check
 
             check(kv)
-            check_draft(draft)
+            drafter_choice.check(draft)
             self.model, self.tokenizer = ready(folder, device, console.warn)
+            drafter_choice.make(draft, self.model, self.tokenizer)  # refused now and not at each message; it stays loaded
             self.drawn, self.origins = settle(self.model, given, CONVERSATION)
             self.recalled, why = (False, "") if session is None else self._recall(session, kv)
         if why:

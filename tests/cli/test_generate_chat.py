@@ -4,8 +4,11 @@ import json
 from types import SimpleNamespace
 
 import forking
+import torch
+from safetensors.torch import save_file
 
 from lowq_cli.engine.conversation import Conversation
+from lowq_packers.errors import UnsupportedError
 
 
 class Words:
@@ -54,6 +57,14 @@ def test_the_command_answers_each_line_and_ends_with_its_input():
     assert done.returncode == 0, done.stderr
     assert len([line for line in done.stdout.splitlines() if line.strip()]) >= 2
     assert "qzxj" not in done.stdout  # what stands behind /quit
+
+
+def test_a_drafter_that_cannot_be_used_ends_the_command_before_the_first_message(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["SomethingDraftModel"], "model_type": "llama"}')
+    save_file({"fc.weight": torch.ones(4, 4)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    done = forking.lowq("chat", "demo", "--draft", tmp_path, "--device", "cpu", given="Hi\nHi\n")
+    assert done.returncode == UnsupportedError.exit_code
+    assert done.stderr.count("draft heads of the kind SomethingDraftModel are not supported") == 1
 
 
 def test_chat_commands_run_and_are_not_sent_to_the_model(tmp_path):
