@@ -19,46 +19,49 @@ from lowq_kernels.decode.low_rank_factors import LowRank
 from lowq_packers.arch.parts import Linear
 from lowq_packers.errors import UnsupportedError
 
+Factors = tuple[torch.Tensor, torch.Tensor]
 LEAST_RANK = 16  # factors are zero-padded to this rank, the size that a tensor core multiplies
 
 
 def adapt(plan: Plan, given: Sequence[Adapter]) -> Adapters:
     """Set a plan's adapters. Raises UnsupportedError for an adapter of a module that is not a product of the plan."""
     adapters = Adapters([a.name for a in given], [a.digest for a in given])
-    used: list[set[str]] = [set() for _ in given]
+    factors_of = [placed(plan, a) for a in given]
 
     def step_of(step: s.Step) -> s.Step:
         if not isinstance(step, s.Product) or step.part is None:
             return step
-        factors = _stack(step.part, given, used, plan)
+        factors = _stack(step.part, factors_of, plan)
         return step if factors is None else LoraProduct(step, factors, adapters)
 
     plan.rewrite(step_of)
-    for adapter, modules in zip(given, used, strict=True):
-        if left := sorted(set(adapter.factors) - modules):
-            line = f"the adapter {adapter.name} changes {left[0]}, which is not a separate matrix product in this model"
-            raise UnsupportedError(f"{line}; if it is of this model, merge it into the base (peft: merge_and_unload)")
     plan.adapters = adapters
     return adapters
 
 
-def _stack(part: Linear, given: Sequence[Adapter], used: list[set[str]], plan: Plan) -> LowRank | None:
-    """The factors of all adapters for a product; None where no adapter changes it.
+def placed(plan: Plan, adapter: Adapter) -> dict[str, Factors]:
+    """Its factors by the plan's names. Raises UnsupportedError unless each is of a product of the plan, of its shape."""
+    parts = [step.part for step in plan.steps if isinstance(step, s.Product) and step.part is not None]
+    shapes = {name: (N, part.columns) for part in parts for name, N in zip(part.parts, part.rows, strict=True)}
+    result: dict[str, Factors] = {}
+    for module, (A, B) in sorted(adapter.factors.items()):
+        words = module.split(".")
+        name = next((n for i in range(len(words)) if (n := ".".join(words[i:])) in shapes), None)
+        if name is None or name in result:
+            line = f"the adapter {adapter.name} changes {module}, which is not a separate matrix product in this model"
+            raise UnsupportedError(f"{line}; if it is of this model, merge it into the base (peft: merge_and_unload)")
+        N, K = shapes[name]
+        if (B.shape[0], A.shape[1]) != (N, K):
+            line = f"the adapter {adapter.name} is of another model: {module} is {N} x {K} in this one"
+            raise UnsupportedError(f"{line}, not {B.shape[0]} x {A.shape[1]}")
+        result[name] = A, B
+    return result
 
-    Raises UnsupportedError for factors of another shape.
-    """
-    each: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # (number of the adapter, part) -> its factors
-    for number, (adapter, modules) in enumerate(zip(given, used, strict=True), 1):
-        for p, (name, N) in enumerate(zip(part.parts, part.rows, strict=True)):
-            module = next((m for m in adapter.factors if m == name or m.endswith(f".{name}")), None)
-            if module is None:
-                continue
-            A, B = adapter.factors[module]
-            if (B.shape[0], A.shape[1]) != (N, part.columns):
-                line = f"the adapter {adapter.name} is of another model: {module} is {N} x {part.columns} in this one"
-                raise UnsupportedError(f"{line}, not {B.shape[0]} x {A.shape[1]}")
-            modules.add(module)
-            each[number, p] = A, B
+
+def _stack(part: Linear, given: Sequence[dict[str, Factors]], plan: Plan) -> LowRank | None:
+    """The factors of all adapters for a product; None where no adapter changes it."""
+    numbered = [(number, p, factors) for number, factors in enumerate(given, 1) for p in range(len(part.parts))]
+    each = {(number, p): factors[part.parts[p]] for number, p, factors in numbered if part.parts[p] in factors}
     if not each:
         return None
     R = max(LEAST_RANK, 1 << (max(A.shape[0] for A, _ in each.values()) - 1).bit_length())

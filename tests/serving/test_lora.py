@@ -1,22 +1,27 @@
 """Adapters in the server: many at once over one base, each text that of its adapter alone; by name, field and file."""
 
+import os
 import random
+import shutil
+import signal
+import time
 
 import pytest
 import torch
 from asking import Client, Free, adapter, build, prompts
+from safetensors.torch import load_file, save_file
 from saying import byte_tokenizer, posts
 
 from lowq_cli.engine import lora_folding, lora_product
 from lowq_cli.engine.lora import adapt
 from lowq_cli.engine.plan import plan_of
-from lowq_cli.files.adapter import read_adapter
+from lowq_cli.files.adapter import CONFIG, WEIGHTS, read_adapter
 from lowq_cli.serving import model_runner
 from lowq_cli.serving.catalog import read_config
 from lowq_cli.serving.engines import engine_of
 from lowq_cli.serving.http.app import Served
 from lowq_cli.serving.http.model_pool import ModelPool
-from lowq_cli.serving.http.served_model import Facts, ServedModel
+from lowq_cli.serving.http.served_model import Facts, Refused, ServedModel
 from lowq_cli.serving.request import Request
 from lowq_cli.serving.scheduler import buckets
 from lowq_packers.errors import UsageError
@@ -209,3 +214,93 @@ def test_the_command_serves_adapters(start_on, tmp_path):
         assert answer["model"] == name
         texts.append(answer["choices"][0]["text"])
     assert texts[0] != texts[1]
+
+
+BROKEN = {  # what is done to a whole adapter's folder -> what the refusal says
+    "folder deleted": (shutil.rmtree, "holds no adapter_config.json"),
+    "weights deleted": (lambda d: (d / WEIGHTS).unlink(), "holds no adapter_model.safetensors"),
+    "weights cut off": (lambda d: (d / WEIGHTS).write_bytes((d / WEIGHTS).read_bytes()[:-40]), "truncated"),
+    "weights empty": (lambda d: (d / WEIGHTS).write_bytes(b""), "too short for a safetensors file"),
+    "weights a folder": (lambda d: (d / WEIGHTS).unlink() or (d / WEIGHTS).mkdir(), "holds no adapter_model.safetensors"),
+    "another shape": (
+        lambda d: rewritten(d, lambda n, t: (n, t[:, 1:].contiguous() if "lora_A" in n else t)),
+        "is of another model",
+    ),
+    "another base": (
+        lambda d: rewritten(d, lambda n, t: (n.replace("layers.", "layers.9"), t)),
+        "not a separate matrix product",
+    ),
+    "another rank": (lambda d: (d / CONFIG).write_text('{"peft_type": "LORA", "r": 5}'), "factors of rank 4"),
+    "no JSON": (lambda d: (d / CONFIG).write_text("{"), CONFIG),
+    "another kind": (lambda d: (d / CONFIG).write_text('{"peft_type": "LOHA"}'), "the kind LOHA"),
+}
+
+
+def rewritten(folder, change):
+    save_file(dict(change(n, t) for n, t in load_file(folder / WEIGHTS).items()), folder / WEIGHTS)
+
+
+def copied(whole, folder):
+    """The whole adapter in a folder, with files as old as those."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(whole, folder)
+
+
+def test_a_broken_adapter_is_refused_alone_until_it_is_mended(start_on, talk, tmp_path):
+    """In a server of one model; the next request takes what was mended, and so does SIGHUP."""
+    import httpx
+
+    import lowq
+
+    whole = adapter(tmp_path / "whole", lowq.load(talk, device="cpu")[0], 3, 4)
+    for file in (whole / WEIGHTS, whole / CONFIG):
+        os.utime(file, (1e9, 1e9))
+    folders = {name.replace(" ", "-"): tmp_path / name for name in BROKEN}
+    for folder, (damage, _) in zip(folders.values(), BROKEN.values(), strict=True):
+        copied(whole, folder)
+        damage(folder)
+    flags = (f"--lora={n}={d}" for n, d in {"whole": whole, **folders}.items())
+    server = start_on(talk, *flags, "--max-batch", 2, "--cache-tokens", 512)
+
+    def asked(model, **more):
+        body = {"model": model, "prompt": "Once upon a time", "max_tokens": 12, "temperature": 0, **more}
+        return server.post("completions", body)
+
+    def listed():
+        return {m["id"]: m for m in httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"]}
+
+    text, plain = (asked(name).json()["choices"][0]["text"] for name in ("whole", "talk"))
+    assert text != plain
+    for (name, folder), (_, fault) in zip(folders.items(), BROKEN.values(), strict=True):
+        for answer in (asked(name), asked("talk", lora=name)):
+            error = answer.json()["error"]["message"]
+            assert (answer.status_code, "\n" in error) == (503, False)
+            assert fault in error
+            assert str(folder) in error
+        assert (listed()[name]["loaded"], listed()[name]["error"] in error) == (False, True)
+        assert sum(f"without the adapter {name}: " in line for line in server.said) == 1
+    assert listed()["whole"]["loaded"]
+
+    first, *others = folders
+    copied(whole, folders[first])
+    assert asked(first).json()["choices"][0]["text"] == text
+    assert asked("talk").json()["choices"][0]["text"] == plain
+    for name in others:
+        copied(whole, folders[name])
+    server.process.send_signal(signal.SIGHUP)
+    until = time.monotonic() + 60
+    while any("error" in one for one in listed().values()):
+        assert time.monotonic() < until, server.said
+        time.sleep(0.02)
+    assert [asked(name).json()["choices"][0]["text"] for name in others] == [text] * len(others)
+    assert sum("without the adapter" in line for line in server.said) == len(folders) + len(others)
+    assert server.stop() == 0
+
+
+def test_files_that_are_being_written_are_not_read_by_a_request(tmp_path):
+    refused = Refused.of(str(tmp_path))
+    assert not refused.changed(settled=False)
+    (tmp_path / WEIGHTS).write_bytes(b"half")
+    assert [refused.changed(settled) for settled in (True, False)] == [False, True]
+    os.utime(tmp_path / WEIGHTS, (1e9, 1e9))
+    assert refused.changed(settled=True)

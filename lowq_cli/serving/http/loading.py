@@ -18,12 +18,12 @@ from lowq_cli.serving.host_memory import HostMemory, Kept, Lent
 from lowq_cli.serving.http.metrics import Roofline
 from lowq_cli.serving.measurements import Measurements
 from lowq_cli.serving.request import Done
-from lowq_packers.errors import LowqError
+from lowq_packers.errors import LowqError, one_line
 from lowq_packers.regular import MAX_CONFIG, read_regular
 
 if TYPE_CHECKING:
     from lowq_cli.engine.tokenizer import LoadedTokenizer
-    from lowq_cli.serving.http.served_model import Facts, ServedModel
+    from lowq_cli.serving.http.served_model import Facts, Refused, ServedModel
     from lowq_packers.arch.parts import Images
 
 MODULES = (  # imported by a standby process before the model is known
@@ -110,7 +110,8 @@ def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
         draw = checked(published(loaded))
         share = roofline(loaded, MOST_RUNNING)  # before the cache takes the memory for the measurement
         total = torch.cuda.mem_get_info(loaded.device)[1] if loaded.device.type == "cuda" else None
-        adapters = _adapted(loaded, how.get("lora") or {})
+        adapters, refused = _adapted(loaded, how.get("lora") or {})
+        how = {**how, "lora": {name: how["lora"][name] for name in adapters}}
         images = _sees(loaded)
         how = {**how, **keyed(how, model, owned(loaded).folder)}
         if why_not(loaded) is None:
@@ -120,7 +121,7 @@ def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
         weight_bytes = sum(p.nbytes for p in {t.data_ptr(): t for t in (*loaded.parameters(), *loaded.buffers())}.values())
     mask = Grammars(tokenizer, ends, engine.vocabulary).mask
     drafts = getattr(engine, "drafts_by", "none (its engine takes none)")
-    known = (context_limit(loaded), draw, pooling_of(model), drafts, adapters, how.get("act"))
+    known = (context_limit(loaded), draw, pooling_of(model), drafts, adapters, how.get("act"), refused)
     facts = Facts(weight_bytes, str(loaded.device), how["kv"], *known)
     return Made(engine, mask, Loaded(tokenizer, ends, share, facts, total, owned(loaded).folder, images))
 
@@ -141,19 +142,30 @@ def _sees(loaded: Any) -> "Images | None":
     return images
 
 
-def _adapted(model: Any, folders: Mapping[str, str]) -> tuple[str, ...]:
-    """Add LoRA adapters to a model and return their names. Raises what reading them raises, UnsupportedError."""
+def _adapted(model: Any, folders: Mapping[str, str]) -> "tuple[tuple[str, ...], dict[str, Refused]]":
+    """Add LoRA adapters to a model; the names of those that it takes, and the others."""
     if not folders:
-        return ()
+        return (), {}
     from lowq_cli.engine import plan as plans
-    from lowq_cli.engine.lora import adapt
-    from lowq_cli.files.adapter import read_adapter
-    from lowq_packers.errors import UnsupportedError
+    from lowq_cli.engine.lora import adapt, placed
+    from lowq_cli.files.adapter import Adapter, read_adapter
+    from lowq_cli.serving.http.served_model import Refused
 
     if reason := plans.why_not(model):
-        raise UnsupportedError(f"adapters need lowq's own decoder, which does not support this model: {reason}")
-    adapt(plans.plan_of(model), [read_adapter(folder, name) for name, folder in folders.items()])
-    return tuple(folders)
+        why = f"adapters need lowq's own decoder, which does not support this model: {reason}"
+        return (), {name: Refused.of(folder, why) for name, folder in folders.items()}
+    plan, taken, refused = plans.plan_of(model), list[Adapter](), dict[str, Refused]()
+    for name, folder in folders.items():
+        files = Refused.of(folder)  # before it is read, so that a later change shows
+        try:
+            adapter = read_adapter(folder, name)
+            placed(plan, replace(adapter, name=f"{name} ({folder})"))
+            taken.append(adapter)
+        except (LowqError, OSError) as e:
+            refused[name] = replace(files, why=one_line(e))
+    if taken:
+        adapt(plan, taken)
+    return tuple(a.name for a in taken), refused
 
 
 def keyed(how: Mapping[str, Any], model: str, folder: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from lowq_cli import console
 from lowq_cli.serving.catalog import Offer
 from lowq_cli.serving.http.metrics import Metrics
 from lowq_cli.serving.http.place import Loading, Place, State
+from lowq_cli.serving.http.served_model import ServedModel
 from lowq_packers.errors import DoesNotFitError, log_error, one_line
 
 
@@ -110,6 +111,7 @@ class ModelLoads:
         place.ready(model)
         self.watch(place)
         self.say(f"{offer.name} is loaded, after {time.monotonic() - began:.1f} s")
+        self.report(model)
         del model
         await self._prepare()
 
@@ -118,6 +120,11 @@ class ModelLoads:
             await asyncio.to_thread(self.prepare)
         except Exception as e:  # such as too many processes: the next load then starts its own process, or reports the error
             log_error("no process stands by for the next model", e)
+
+    def report(self, model: ServedModel) -> None:
+        """Write to the log which adapters a model could not take."""
+        for name, refused in model.facts.refused.items():
+            self.say(f"{model.name} is served without the adapter {name}: {refused.why}")
 
     def watch(self, place: Place) -> None:
         """Connect a model that is ready to the server's numbers."""

@@ -74,6 +74,7 @@ class ModelPool:
         """Add a model that was loaded before the server runs; `start` starts its engine."""
         place = self.places[model.name]
         place.model, place.state = model, State.LOADING
+        self.loads.report(model)
 
     async def start(self, done: Done) -> None:
         """Start the engines of adopted models and load the pinned ones. Raises what an engine's start raises."""
@@ -118,6 +119,8 @@ class ModelPool:
         place = await self._place(name)
         if place.closed and not self.only:
             self.loads.failed(place, place.closed)
+        if self.loads.load is not None and place.mended():
+            self.loads.drain(place)
         if place.state is State.READY and place.model is not None:
             model = place.model
             place.beginning += 1
@@ -191,7 +194,8 @@ class ModelPool:
     def look(self) -> str:
         """Mark models whose engine died as failed and unload idle ones; called periodically. Why the server ends, or ""."""
         if self.only:
-            return self.one.engine.closed
+            model = self.places[self.default].model
+            return model.engine.closed if model is not None else self.loads.ended
         now = time.monotonic()
         for place in list(self.places.values()):
             if place.closed:
@@ -216,7 +220,10 @@ class ModelPool:
         self.loads.work.set()  # an offer may be pinned now
 
     def replace_all(self, offers: Mapping[str, Offer], default: str) -> None:
-        """Offer exactly these models; the others are unloaded once their running requests have ended."""
+        """Offer exactly these models; the others are unloaded once their running requests have ended.
+
+        Models are loaded again if files of adapters that they could not take have changed.
+        """
         self.default = default
         for name, place in list(self.places.items()):
             place.gone = name not in offers
@@ -225,6 +232,8 @@ class ModelPool:
                 if place.state is State.READY:
                     self.loads.drain(place)
                 self.loads.drop_if_gone(place)
+            elif place.mended(settled=False):
+                self.loads.drain(place)
         self.update(offers)
 
     # ---- reports

@@ -32,7 +32,9 @@ class ModelReports:
     def entries(self, place: Place) -> list[dict[str, Any]]:
         """The entries of a model, its aliases and its adapters in /v1/models."""
         base = self._entry(place)
-        return [base, *({**base, "id": name, "parent": base["id"]} for name in place.offer.others)]
+        refused = {} if place.model is None else place.model.facts.refused
+        failed = {n: {"state": State.FAILED.value, "loaded": False, "error": one.why} for n, one in refused.items()}
+        return [base, *({**base, "id": n, "parent": base["id"], **failed.get(n, {})} for n in place.offer.others)]
 
     def _entry(self, place: Place) -> dict[str, Any]:
         facts = place.model.shown() if place.model is not None else place.known or place.offer.published()

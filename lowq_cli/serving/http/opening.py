@@ -105,8 +105,8 @@ class Opening:
         bound = None if self.arguments.one else offers.memory or _room(self.loaded, offers.kv_host or 0)
         pool = ModelPool(offers.models, offers.default, self.loader.begin, bound, offers.keep_alive, only=self.arguments.one)
         pool.reports.host = self.host
-        pool.adopt(model)
         pool.loads.say = say
+        pool.adopt(model)
         if not self.arguments.one:  # a server of one model loads no other
             pool.loads.prepare = self.loader.prepare
         pool.loads.check = lambda offer: check_there(offer.path)

@@ -74,6 +74,11 @@ class Place:
         """Why its engine takes no more requests; "" while it does."""
         return self.model.engine.closed if self.state is State.READY and self.model is not None else ""
 
+    def mended(self, settled: bool = True) -> bool:
+        """Whether files of an adapter that its model could not take have changed since it was loaded."""
+        refused = {} if self.model is None or self.state is not State.READY else self.model.facts.refused
+        return any(one.changed(settled) for one in refused.values())
+
     @property
     def due(self) -> bool:
         """Whether it is to be loaded: requests wait for it, or it is pinned, and no pause after a failure is left."""

@@ -1,10 +1,13 @@
 """A loaded model with its engine, tokenizer and settings."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
 
+from lowq_cli import state
+from lowq_cli.engine.model_record import file_facts
 from lowq_cli.engine.tokenizer import LoadedTokenizer
 from lowq_cli.output.dialects import ways_of
 from lowq_cli.serving.http.dispatcher import Hub
@@ -17,6 +20,27 @@ from lowq_cli.serving.http.text import Names
 from lowq_cli.serving.request import Engine
 
 SHRINKS = 4  # max. factor by which a tokenizer's normalizer may shorten a text
+SETTLED_S = 2.0  # min. seconds since the last write to an adapter's files before they are read again: a copy may be under way
+
+
+@dataclass(frozen=True)
+class Refused:
+    """An adapter that its model could not take: its folder, why, and its files as they were then (`file_facts`)."""
+
+    folder: str
+    why: str
+    files: list[tuple[str, int, int, int]]
+
+    @classmethod
+    def of(cls, folder: str, why: str = "") -> "Refused":
+        """The folder with its files as they are now."""
+        return cls(folder, why, file_facts(str(state.user_path(folder))))
+
+    def changed(self, settled: bool) -> bool:
+        """Whether its files have changed since; settled: and nothing was written to them for SETTLED_S."""
+        files, now = Refused.of(self.folder).files, time.time_ns()
+        writing = settled and any(abs(now - changed_ns) < SETTLED_S * 1e9 for _, _, changed_ns, _ in files)
+        return files != self.files and not writing
 
 
 @dataclass(frozen=True)
@@ -27,7 +51,7 @@ class Facts:
     context: max. tokens of a sequence by the model's config, None if it names no limit. published: the sampling settings of its
     generation_config.json. pooling: how the hidden states of a text become one vector, one of POOLINGS. drafts: the source of
     draft tokens, or why there are none. adapters: names of its LoRA adapters, in order. act: the format that activations are
-    rounded to, None for no rounding.
+    rounded to, None for no rounding. refused: the adapters that it could not take, by name.
     """
 
     weight_bytes: int = 0
@@ -39,6 +63,7 @@ class Facts:
     drafts: str = "none"
     adapters: tuple[str, ...] = ()
     act: str | None = None
+    refused: Mapping[str, Refused] = field(default_factory=dict)
 
 
 class ServedModel:
@@ -83,6 +108,9 @@ class ServedModel:
         Raises Refusal.
         """
         names = self.facts.adapters
+        if (refused := self.facts.refused.get(requested or model or "")) is not None:
+            line = f"the adapter {shown(requested or model)} is not loaded: {refused.why}"
+            raise Refusal(503, line, "server_error", "lora" if requested else "model")
         if requested is not None and requested not in names:
             has = f"there are {', '.join(map(shown, names))}" if names else "it has none"
             raise Refusal(
