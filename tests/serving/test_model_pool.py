@@ -23,7 +23,7 @@ from lowq_cli.serving.catalog import Offer, gather, read_config, seconds, size
 from lowq_cli.serving.http.model_pool import ModelPool
 from lowq_cli.serving.http.place import PROCESS, State
 from lowq_cli.serving.http.refusal import Refusal
-from lowq_cli.serving.http.served_model import ServedModel
+from lowq_cli.serving.http.served_model import Facts, Refused, ServedModel
 from lowq_packers.errors import LowqError, UsageError
 
 SCRIPT = Path(__file__).parents[1] / "fuzz" / "swaps.py"
@@ -294,6 +294,29 @@ def test_a_model_that_is_not_there_unloads_no_other():
             await use(pool, "b")
         assert log == [("begin", "a")]
         assert pool.places["a"].state is State.READY
+
+    run(go())
+
+
+def test_a_mended_adapter_does_not_hold_up_other_requests(tmp_path):
+    """A request loads its model again only while the model answers no other."""
+
+    async def go():
+        pool, log = pool_of("a")
+        await pool.start(lambda n, of: None)
+        held = asyncio.Event()
+        running = asyncio.create_task(use(pool, "a", held))
+        while not pool.places["a"].beginning:
+            await asyncio.sleep(0)
+        pool.places["a"].model.facts = Facts(refused={"german": Refused.of(str(tmp_path), "it is empty")})
+        (tmp_path / "adapter_config.json").write_text("{}")
+        os.utime(tmp_path / "adapter_config.json", (1e9, 1e9))
+        assert await use(pool, "a") == "a"
+        assert log == [("begin", "a")]
+        held.set()
+        await running
+        assert await use(pool, "a") == "a"
+        assert log == [("begin", "a"), ("stop", "a"), ("begin", "a")]
 
     run(go())
 
