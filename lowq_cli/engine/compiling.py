@@ -75,7 +75,8 @@ class Compiler:
         self.states: list[p.Pages | p.Recurrent] = []
         self.products: list[dict[str, nn.Module]] = []
         self.ropes: set[p.Rope] = set()
-        self.layer_state: dict[int, int] = {}  # layer -> number of its keys and values, for other layers that share them
+        # layer -> number of its keys and values, for other layers that share them, and for draft heads
+        self.layer_state = {layer: i for i, layer in enumerate(model.lent)}
         self.images = model.images
         self.pending: p.Update | None = None  # the update whose output is not added to the residual stream yet
         self.alone = True  # whether the current update has a single mixer and no branches

@@ -17,6 +17,7 @@ from lowq_cli.engine.contents import check, filled
 from lowq_cli.engine.native_loader import FileWeights, read_weights
 from lowq_cli.engine.parallel_read import Reader
 from lowq_cli.engine.plan import Plan, plan_of
+from lowq_cli.engine.rope import Tables
 from lowq_cli.files.family_tensors import Matrix, Named
 from lowq_cli.files.packed_tensors import SCALE, TABLE, WEIGHT, ZERO
 from lowq_cli.files.quant_config import METHOD, Stored, expand_stored
@@ -24,9 +25,9 @@ from lowq_cli.files.source import Source, open_source
 from lowq_kernels.decode.norms import Norm
 from lowq_packers.arch.config import NotPlain
 from lowq_packers.arch.names import Tensor, part_tensors
-from lowq_packers.arch.parts import Linear
+from lowq_packers.arch.parts import Linear, Rope
 from lowq_packers.errors import DamagedError, UnsupportedError
-from lowq_packers.heads import mtp, read_head
+from lowq_packers.heads import assistant, mtp, read_head
 from lowq_packers.heads.parts import MAPS, MASK, Read, Target
 
 INTEGERS = {"I64": torch.int64, "I32": torch.int32}
@@ -160,6 +161,42 @@ class BlockPlan(HeadPlan):
         return torch.tanh(o), carried
 
 
+class AssistantPlan(HeadPlan):
+    """The operations of a head that attends to the target's keys and values: its state is those of the layers `model.lent`.
+
+    Attributes:
+        chosen: (C, number of the likeliest groups that it guesses from), or None. centroids: (C, H of the head), whose products
+        with a state tell how likely each group is. groups: (C, V / C) int64, their tokens.
+    """
+
+    def __init__(self, read: Read, weights: FileWeights, target: Plan, tables: dict[str, torch.Tensor]) -> None:
+        super().__init__(read, weights, target, None, None)
+        assert read.head.assistant
+        self.back = self.linears["back"] = weights.linear(read.head.assistant.back)
+        self.chosen = read.head.assistant.centroids
+        if self.chosen:
+            self.centroids, self.groups = tables[assistant.CENTROIDS], tables[assistant.ORDER].reshape(self.chosen[0], -1)
+
+    def guess(
+        self, ids: torch.Tensor, x: torch.Tensor, batch: Batch, state: Sequence[KeyValues | States]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `HeadPlan.guess`, with the hidden states in the target's width."""
+        y, _ = super().guess(ids, x, batch, state)
+        return y, self.back(y)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """As `Plan.logits`; tokens outside the likeliest groups get -inf."""
+        logits = super().logits(x)
+        if not self.chosen:
+            return logits
+        ids = self.groups[(x @ self.centroids.T).topk(self.chosen[1], -1).indices].flatten(1)
+        return torch.full_like(logits, -torch.inf).scatter(1, ids, logits.gather(1, ids))
+
+    def angles(self, slots: int, device: torch.device, length: int | None = None) -> Mapping[Rope | int, Tables]:
+        """As `Plan.angles`, one position on: a row attends up to the last token that has keys and is rotated as the next."""
+        return {kind: (cos[1:], sin[1:]) for kind, (cos, sin) in super().angles(slots + 1, device, length).items()}
+
+
 class _Names(Named):
     """A head's tensors by their names in the files. held: the names of all tensors in the files."""
 
@@ -229,6 +266,7 @@ def _read(source: Source, read: Read, target: Plan) -> HeadPlan:
     fuse: tuple[Linear, ...] = (head.fuse.project,) if head.fuse else ()
     markov = head.block.markov if head.block else None
     fuse += (markov.out, *markov.join) if markov else ()
+    fuse += (head.assistant.back,) if head.assistant else ()
     rows = target.vocabulary
     embed = Matrix(named.full(m.embed), rows, m.hidden) if head.own_embed else None
     top = Matrix(named.full(m.head), m.vocab, m.hidden) if head.own_head else None
@@ -244,16 +282,31 @@ def _read(source: Source, read: Read, target: Plan) -> HeadPlan:
             if n
         }
         return BlockPlan(read, weights, target, offsets, tables)
+    if head.assistant:
+        return AssistantPlan(read, weights, target, _groups(source, named, reader, target) if head.assistant.centroids else {})
     unknown = None if head.parallel is None else reader.read(named.full(MASK))
     return HeadPlan(read, weights, target, offsets, unknown)
 
 
-def _offsets(source: Source, name: str, vocabulary: int) -> torch.Tensor:
-    """The offsets from the head's ids to the target's. Raises DamagedError for ids outside the target's vocabulary."""
+def _groups(source: Source, named: _Names, reader: Reader, target: Plan) -> dict[str, torch.Tensor]:
+    """Centroids of groups of tokens, and the tokens of each. Raises DamagedError unless each token is in one group."""
+    ids = _whole_numbers(source, name := named.full(assistant.ORDER))
+    if not torch.equal(ids.sort().values, torch.arange(target.model.vocab)):
+        raise DamagedError(f"{name} of the draft head does not name each token of the model once")
+    centroids = reader.read(named.full(assistant.CENTROIDS), target.dtype)
+    return {assistant.CENTROIDS: centroids, assistant.ORDER: ids.to(target.device)}
+
+
+def _whole_numbers(source: Source, name: str) -> torch.Tensor:
     header = source.headers[name]
     if header.dtype not in INTEGERS:
         raise DamagedError(f"{name} of the draft head is {header.dtype}; it must hold whole numbers")
-    offsets = torch.frombuffer(source.read_raw(name, 0, header.nbytes), dtype=INTEGERS[header.dtype]).long()
+    return torch.frombuffer(source.read_raw(name, 0, header.nbytes), dtype=INTEGERS[header.dtype]).long()
+
+
+def _offsets(source: Source, name: str, vocabulary: int) -> torch.Tensor:
+    """The offsets from the head's ids to the target's. Raises DamagedError for ids outside the target's vocabulary."""
+    offsets = _whole_numbers(source, name)
     ids = offsets + torch.arange(len(offsets))
     if not bool(((ids >= 0) & (ids < vocabulary)).all()):
         raise DamagedError(f"{name} of the draft head names tokens that the model does not have")

@@ -255,7 +255,7 @@ class NativeDecoder:
         self.places = torch.arange(1, batch + 1, device=self.device)
         self.repeated = Repeated() if self.device.type == "cpu" else None
         if self.attached is not None:
-            self.attached.drafter.make_room(batch, slots)
+            self.attached.drafter.make_room(batch, slots, self.state)
 
     def reusable(self, prompts: list[list[int]]) -> int:
         """The number of leading tokens of all prompts that the cache already holds."""

@@ -36,7 +36,8 @@ class Plan:
 
     Attributes:
         steps: from the embedded tokens x to the normed hidden states y. states: the state that each stateful step needs per
-        sequence. linears: the layers that multiply, under short names ("layers.0.qkv"), for `--explain`.
+        sequence. kept_by: layer -> number of its keys and values in the state. linears: the layers that multiply, under short
+        names ("layers.0.qkv"), for `--explain`.
     """
 
     def __init__(self, model: Model, config: Any, weights: Weights, device: torch.device, dtype: torch.dtype) -> None:
@@ -50,7 +51,7 @@ class Plan:
             1.0 if module_scale not in (None, 1.0) else model.embed_scale
         )  # an embedding module with a scale already multiplies
         compiled = Compiler(model, weights, dtype)
-        self.states, self.taps = compiled.states, tuple[int, ...]()
+        self.states, self.kept_by, self.taps = compiled.states, compiled.layer_state, tuple[int, ...]()
         self._entered, self._untapped = compiled.entered, compiled.steps
         self._set(compiled.steps)
         self.tokens = compiled.token_table(model.tokens) if model.tokens else None

@@ -22,7 +22,9 @@ from lowq_packers.arch.parts import Experts, Linear, Model, walk
 
 FORMS: tuple[Form, ...] = ("split", "files")
 _JUNK = re.compile(r"\.rotary_emb\.inv_freq$|\.attention\.(masked_)?bias$")  # buffers written by older versions of transformers
-OF_HEADS = {r"attn\.\w+_proj$": "attention", r"(mlp\.\w+|input|^fc|\.fc)(_proj)?$": "mlp", r"lm_head$": "head"}  # by name
+OF_HEADS = {  # by name
+    r"attn\.\w+_proj$": "attention", r"((mlp\.\w+|input|^fc|\.fc)(_proj)?|^(pre|post)_projection)$": "mlp", r"lm_head$": "head",
+}  # fmt: skip
 _LAYER = re.compile(r".*?layers\.\d+\.")
 
 
@@ -136,10 +138,12 @@ def _extra_role(name: str, header: TensorHeader, kind: str) -> Role:
 
 def head_roles(headers: Mapping[str, TensorHeader]) -> dict[str, Role]:
     """Roles of the tensors in a draft head's folder: its matrices are quantized without calibration, the rest is kept."""
-    role_of = {}
+    role_of, of_heads = {}, OF_HEADS
+    if "pre_projection.weight" in headers and "lm_head.weight" not in headers:  # an assistant's embedding is its output head
+        of_heads = OF_HEADS | {r"embed_tokens$": "head"}
     for name, header in headers.items():
         stem = name.removesuffix(".weight")
-        kind = next((kind for mark, kind in OF_HEADS.items() if re.search(mark, stem)), "")
+        kind = next((kind for mark, kind in of_heads.items() if re.search(mark, stem)), "")
         product = kind and stem != name and len(header.shape) == 2 and header.dtype in FLOATS
         role_of[name] = (
             Role(kind, (Part(stem),), extra=True) if product else Role("other", reason="of a draft head", extra=True)

@@ -5,6 +5,7 @@ from typing import Any
 
 from lowq_packers.arch.towers import TOWERS
 from lowq_packers.errors import UnsupportedError
+from lowq_packers.heads import is_head
 
 WHOLE = ("gemma4", "gemma4_unified")  # model types whose class works without towers; their text-only files keep the full names
 OF_THE_WHOLE = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
@@ -14,7 +15,7 @@ OF_THE_FILES = ("quantization_config", "transformers_version")
 def text_alone(config: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """The config for files with these tensors: `config`, or its text_config if all tensors belong to the text model."""
     text, called = config.get("text_config"), config.get("architectures")
-    if not isinstance(text, Mapping) or "model_type" not in text or not isinstance(called, list):
+    if not isinstance(text, Mapping) or "model_type" not in text or not isinstance(called, list) or is_head(config):
         return config
     whole = config.get("model_type") in WHOLE
     if any(TOWERS.search(name) or (whole and "language_model." in name) for name in names):

@@ -135,7 +135,10 @@ class ContinuousEngine:
         passes = None if why else DraftPasses(self.passes)
         self.why_no_drafts, self.drafts = why if passes is None else passes.reason, None
         if passes is not None and not passes.reason:
-            guesses = None if drafter is None else DeviceDrafts(drafter, rows, cache.drafter, self.passes.slots)
+            guesses = None
+            if drafter is not None:
+                state = [*cache.drafter, *drafter.lent(self.passes.state)]
+                guesses = DeviceDrafts(drafter, rows, state, self.passes.slots)
             self.drafts = DraftRounds(passes, self.scheduler, self.special, guesses)
         self.limits = Limits(cache.longest, most, waiting, cache.tokens, cache.bytes)
         self._changed = threading.Condition()

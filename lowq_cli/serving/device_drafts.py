@@ -47,9 +47,9 @@ class DeviceDrafts:
     """A drafter over a paged cache.
 
     Args:
-        drafter: a drafter whose layers keep keys and values of all tokens. rows: the state of the model's passes. state: keys
-            and values of each of its layers, in the blocks of the first page group's tables. slots: positions that these
-            tables cover.
+        drafter: a drafter whose layers keep keys and values of all tokens, or read the model's. rows: the state of the model's
+            passes. state: keys and values of each of its layers, in the blocks of the first page group's tables, or the
+            model's. slots: positions that these tables cover.
     Attributes:
         seconds: the seconds of the last guesses, valid on a CPU.
     """
@@ -144,8 +144,9 @@ class DeviceDrafts:
 
     def _at(self, tables: torch.Tensor) -> list[KeyValues]:
         """Return the state with the block tables of some rows."""
-        table = self.rows.tables[0].index_select(0, tables)
-        return [KeyValues(one.k, one.v, table) for one in self.state]
+        rows = {id(one.table): one.table for one in self.state if one.table is not None}
+        tables_of = {number: table.index_select(0, tables) for number, table in rows.items()}  # layers share them
+        return [KeyValues(one.k, one.v, tables_of[id(one.table)]) for one in self.state]
 
     def _upload(self, numbers: Sequence[int]) -> torch.Tensor:
         return upload(np.array(numbers, np.int64), self.device)

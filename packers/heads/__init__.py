@@ -11,16 +11,17 @@ from typing import Any
 from lowq_packers.arch.common import NotDescribed
 from lowq_packers.arch.config import NotPlain
 from lowq_packers.errors import UnsupportedError
-from lowq_packers.heads import block, eagle3, mtp
+from lowq_packers.heads import assistant, block, eagle3, mtp
 from lowq_packers.heads.parts import Read, Shapes, Target
 
 KINDS = (
-    "EAGLE-3, P-EAGLE, DFlash, DSpark (their authors' files and speculators'), MTP layers (inside a checkpoint, speculators')"
+    "EAGLE-3, P-EAGLE, DFlash, DSpark (their authors' files and speculators'), MTP layers (inside a checkpoint, speculators'), "
+    "Gemma 4's assistants"
 )
 OTHERS = {  # published kinds that are not supported, by their name in config.json
     "dflash2draftmodel": "DFlash2", "domino": "Domino", "medusa": "Medusa", "hydra": "Hydra",
     "mlp_speculator": "MLP speculators",
-    "gemma4_assistant": "Gemma 4 assistants", "mtp": "stand-alone MTP files", "eagle": "EAGLE-1 and 2",
+    "gemma4_unified_assistant": "Gemma 4 unified assistants", "mtp": "stand-alone MTP files", "eagle": "EAGLE-1 and 2",
 }  # fmt: skip
 
 
@@ -30,7 +31,7 @@ def is_head(config: Mapping[str, Any]) -> bool:
         return True
     names = [name.lower() for name in _classes(config)]
     marks = ("eagle", "dflash", "dspark", "medusa", "mlpspeculator", "draftmodel", "assistantfor")
-    return any(mark in name for name in names for mark in marks) or str(config.get("model_type")) in OTHERS
+    return any(mark in name for name in names for mark in marks) or str(config.get("model_type")) in (*OTHERS, assistant.KIND)
 
 
 def _classes(config: Mapping[str, Any]) -> list[str]:
@@ -49,6 +50,8 @@ def read_head(config: Mapping[str, Any], shapes: Shapes, target: Target) -> Read
     try:
         if config.get("speculators_model_type") == "mtp":
             return mtp.read_alone(config, shapes, target)
+        if config.get("model_type") == assistant.KIND:
+            return assistant.read(config, shapes, target)
         for mark, kind in (("eagle3", ""), ("peagle", ""), ("dspark", "DSpark"), ("dflash", "DFlash")):
             if not any(mark in n for n in names) or any(n in OTHERS for n in names):
                 continue

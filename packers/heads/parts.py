@@ -68,6 +68,18 @@ class Block:
 
 
 @dataclass(frozen=True)
+class Assistant:
+    """A head that attends to keys and values of the model's cache (`Model.lent`), and has none itself.
+
+    All its guesses are made at the position of the newest token, whose keys are not there yet. back: from its hidden state to
+    the model's width, for the next guess. centroids: (number of groups of the vocabulary, how many of them it guesses from).
+    """
+
+    back: Linear
+    centroids: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
 class Head:
     """A head that takes (token t + 1, hidden state of token t) and drafts token t + 2.
 
@@ -80,6 +92,7 @@ class Head:
     normed one. own_embed, own_head: whether the files have them; otherwise the target's are used. mapped: drafts are ids of a
     reduced vocabulary, to which `d2t` adds the difference from the target's ids. parallel: the token in place of tokens not yet
     known, if all drafts are computed at once; `mask_hidden` replaces their features. block: set if it drafts a block.
+    assistant: set if it reads the model's cache.
     """
 
     kind: str
@@ -92,6 +105,7 @@ class Head:
     mapped: bool = False
     parallel: int | None = None
     block: Block | None = None
+    assistant: Assistant | None = None
 
 
 @dataclass(frozen=True)

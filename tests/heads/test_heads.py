@@ -328,7 +328,10 @@ REFUSED = {  # what is done to a sound folder -> a part of the line that refuses
 KINDS = {
     "DFlash2": {"architectures": ["DFlash2DraftModel"], "model_type": "qwen3", "dflash_config": {}},
     "stand-alone MTP files": {"architectures": ["SomeMTP"], "model_type": "mtp"},
-    "Gemma 4 assistants": {"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant"},
+    "Gemma 4 unified assistants": {
+        "architectures": ["Gemma4UnifiedAssistantForCausalLM"],
+        "model_type": "gemma4_unified_assistant",
+    },
     "SomethingDraftModel": {"architectures": ["SomethingDraftModel"]},
 }
 

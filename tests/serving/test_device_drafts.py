@@ -14,6 +14,8 @@ from asking import Client, Free
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "heads"))
 import publishing as pub
+from test_assistants import TARGETS, assistant
+from test_assistants import guessed as guessed_by_assistant
 from test_blocks import made as block
 from test_heads import WITH_MTP, eagle, native, states_of
 
@@ -38,7 +40,14 @@ HEADS = {
     "DFlash": lambda folder: block(folder, "z-lab's"),
     "DSpark": lambda folder: block(folder, "DeepSpec, rnn"),
 }
-KINDS = (*HEADS, *(f"MTP of {family}" for family in WITH_MTP), "itself", "another model")
+ASSISTANT = "assistant of "
+KINDS = (
+    *HEADS,
+    *(f"{ASSISTANT}{family}" for family in TARGETS),
+    *(f"MTP of {family}" for family in WITH_MTP),
+    "itself",
+    "another model",
+)
 
 
 def prompts(*lengths, seed=3):
@@ -48,13 +57,17 @@ def prompts(*lengths, seed=3):
 
 def made(kind, folder):
     """A model and what drafts for it."""
-    family = kind.removeprefix("MTP of ")
+    family = kind.removeprefix("MTP of ").removeprefix(ASSISTANT)
     make, _, more = WITH_MTP.get(family, (None, None, {}))
-    pub.target(folder / "model", family if make else "llama", max_position_embeddings=512, **more)
+    named = family if make or kind.startswith(ASSISTANT) else "llama"
+    pub.target(folder / "model", named, max_position_embeddings=512, **more)
     if make:
         pub.with_heads(folder / "model", make, *([4] if make is pub.nextn else []))
     model = native(folder / "model")
     tuned_by(model, str(folder / "model"))
+    if kind.startswith(ASSISTANT):
+        assistant(folder / "head", family)
+        return model, heads.load(str(folder / "head"), model)
     if kind in HEADS:
         HEADS[kind](folder / "head")
         return model, heads.load(str(folder / "head"), model)
@@ -134,6 +147,8 @@ def asked(c, *texts, **how):
 
 def reference(model, drafter, text, n, K):
     """What a drafter guesses after n tokens of a text, which it has read whole."""
+    if drafter.plan.model.lent:
+        return guessed_by_assistant(drafter, model, torch.tensor(text[:n]), K, 512)
     drafter.make_room(1, 512)
     t = n - 1
     pos, ids = torch.arange(t, dtype=torch.int32), torch.tensor(text[:n])

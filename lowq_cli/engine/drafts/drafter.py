@@ -79,8 +79,8 @@ class DeviceDrafter(Protocol):
     layers: tuple[int, ...]
     plan: Any
 
-    def make_room(self, batch: int, slots: int) -> None:
-        """Allocate an empty cache for `batch` sequences of up to `slots` tokens."""
+    def make_room(self, batch: int, slots: int, of_model: Sequence[KeyValues | States] = ()) -> None:
+        """Allocate an empty cache for `batch` sequences of up to `slots` tokens. of_model: the model's state (`lent`)."""
         ...
 
     def read(self, ids: torch.Tensor, hidden: dict[int, torch.Tensor], rows: DraftRows) -> None:
@@ -103,6 +103,10 @@ class PagedDrafter(DeviceDrafter, Protocol):
     """
 
     reach: int
+
+    def lent(self, of_model: Sequence[KeyValues | States]) -> list[KeyValues]:
+        """What the drafter reads of the model's state; empty if it has keys and values itself."""
+        ...
 
     def write(
         self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], batch: Batch, held: Sequence[KeyValues | States]

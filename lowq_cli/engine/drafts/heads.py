@@ -14,7 +14,7 @@ from lowq_cli.engine.batch import Batch, KeyValues, States
 from lowq_cli.engine.drafts.drafter import Angles, DraftRows
 from lowq_cli.engine.drafts.static_cache import StaticCache
 from lowq_cli.engine.graph import bucket
-from lowq_cli.engine.heads import BlockPlan, HeadPlan
+from lowq_cli.engine.heads import AssistantPlan, BlockPlan, HeadPlan
 from lowq_cli.engine.model_record import owned
 from lowq_cli.files.source import open_source
 from lowq_kernels.decode.reference import MOST_DRAFTS, Packed
@@ -144,10 +144,63 @@ class BlockDrafter(HeadDrafter):
         table = [KeyValues(one.k, one.v, one.table.repeat_interleave(size, 0)) for one in held]  # type: ignore[union-attr]
         return plan.guesses(drawn, batch, table, until)[:, :K]
 
-    def make_room(self, batch: int, slots: int) -> None:
+    def make_room(self, batch: int, slots: int, of_model: Sequence[KeyValues | States] = ()) -> None:
         """As `DeviceDrafter.make_room`; a block may reach further past the sequence than its guesses."""
         more = max(0, self.plan.block.size - 1 - MOST_DRAFTS)
-        super().make_room(batch, bucket(slots + more) if more else slots)
+        super().make_room(batch, bucket(slots + more) if more else slots, of_model)
+
+
+class AssistantDrafter(HeadDrafter):
+    """A head that reads the model's keys and values, as a `DeviceDrafter`: it writes nothing, and reads nothing of prompts."""
+
+    plan: AssistantPlan
+    reach = 0
+
+    def lent(self, of_model: Sequence[KeyValues | States]) -> list[KeyValues]:
+        """As `PagedDrafter.lent`."""
+        numbers = [self.plan.target.kept_by[layer] for layer in self.plan.model.lent]
+        return [one for i in numbers if isinstance(one := of_model[i], KeyValues)]
+
+    def read(self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], rows: DraftRows) -> None:
+        """As `DeviceDrafter.read`."""
+
+    def draft(
+        self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], rows: DraftRows, last: torch.Tensor, K: int
+    ) -> torch.Tensor:
+        """As `DeviceDrafter.draft`."""
+        places, made = rows.rows.index_select(0, last), [h.index_select(0, last) for h in self._made(hidden)]
+        tables = [places.int()[:, None] if one.table is None else one.table.index_select(0, places) for one in self._held]
+        held = [KeyValues(one.k, one.v, table) for one, table in zip(self._held, tables, strict=True)]
+        return self.go_on(ids.index_select(0, last), made, rows.pos.index_select(0, last), held, self.angles, K)
+
+    def write(
+        self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], batch: Batch, held: Sequence[KeyValues | States]
+    ) -> Sequence[torch.Tensor]:
+        """As `PagedDrafter.write`: what the guesses begin with."""
+        return self._made(hidden)
+
+    def go_on(
+        self,
+        drawn: torch.Tensor,
+        made: Sequence[torch.Tensor],
+        pos: torch.Tensor,
+        held: Sequence[KeyValues | States],
+        angles: Angles,
+        K: int,
+    ) -> torch.Tensor:
+        """As `PagedDrafter.go_on`: all guesses are made at one position, over the keys and values up to `pos`."""
+        plan, drafts, x = self.plan, [drawn], made[0]
+        for _ in range(K):
+            y, x = plan.guess(drafts[-1], x, Batch(plan.ops, drafts[-1], len(pos), pos, angles), held)
+            drafts.append(plan.logits(y).argmax(-1))
+        return torch.stack(drafts[1:], 1)
+
+    def _made(self, hidden: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+        return [hidden[i] for i in self.layers]
+
+    @property
+    def _held(self) -> list[KeyValues]:
+        return [one for one in self.state if isinstance(one, KeyValues)]
 
 
 def takes(config: Mapping[str, Any]) -> bool:
@@ -158,6 +211,8 @@ def takes(config: Mapping[str, Any]) -> bool:
 def load(folder: str, model: Any) -> HeadDrafter:
     """The head in a folder, as a drafter. Raises as `heads.load`."""
     plan = heads.load(folder, model)
+    if isinstance(plan, AssistantPlan):
+        return AssistantDrafter(plan)
     return BlockDrafter(plan) if isinstance(plan, BlockPlan) else HeadDrafter(plan)
 
 

@@ -1,5 +1,6 @@
 """The separate static cache of a drafter on the device, for draft heads and draft models alike."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,11 +18,15 @@ class StaticCache:
     def __init__(self) -> None:
         self.state: list[KeyValues | States] = []
 
-    def make_room(self, batch: int, slots: int) -> None:
+    def make_room(self, batch: int, slots: int, of_model: Sequence[KeyValues | States] = ()) -> None:
         """As `DeviceDrafter.make_room`."""
         self.state = []  # free the old state before the new one is allocated
-        self.state = static_state(self.plan, batch, slots, PLAIN)
+        self.state = [*static_state(self.plan, batch, slots, PLAIN), *self.lent(of_model)]
         self.angles = self.plan.angles(slots, self.plan.device)
+
+    def lent(self, of_model: Sequence[KeyValues | States]) -> list[KeyValues]:
+        """As `PagedDrafter.lent`."""
+        return []
 
     @property
     def _places(self) -> int:
