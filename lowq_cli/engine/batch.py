@@ -29,6 +29,12 @@ def upload(values: np.ndarray | torch.Tensor, device: torch.device) -> torch.Ten
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.clone()
 
 
+def refill(place: torch.Tensor, values: np.ndarray) -> None:
+    """Copy values into a tensor at a fixed address; to a GPU the transfer is asynchronous."""
+    tensor = torch.from_numpy(values)
+    place.copy_(tensor.pin_memory() if place.is_cuda else tensor, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class KeyValues:
     """Keys and values of one layer: k, v (B, HKV, S, D), or (blocks, HKV, BLOCK, D) with a block `table` (R, most) int32.

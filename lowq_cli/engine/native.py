@@ -11,6 +11,7 @@ with its own table of angles, and their cache is not reused.
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from lowq_cli.engine.drafts.drafter import DeviceDrafter
 from lowq_cli.engine.drafts.recordings import Recordings
 from lowq_cli.engine.drafts.static_drafter import AHEAD, Attached
 from lowq_cli.engine.drafts.verify import Verification
-from lowq_cli.engine.graph import Captured, bucket, capture, keep
+from lowq_cli.engine.graph import Captured, bucket, capture, capture_aside, keep
 from lowq_cli.engine.hf_eager import CHUNK
 from lowq_cli.engine.pictures import Shown, end_of_pass, in_pass
 from lowq_cli.engine.plan import plan_of
@@ -77,6 +78,7 @@ class NativeDecoder:
         self.attached: Attached | None = None  # the drafter that runs on the device, with its guesses
         self.saved: Any = None  # the cache out of a file that the next prompt begins with: a `saved_cache.SavedCache`
         self.recordings: dict[str, Recordings] = {}  # on a GPU: name of a drafter -> which of its steps are recorded
+        self.capture_aside: Callable[..., Captured] = capture_aside  # records a step with drafts while plain ones run
         self.balances: dict[str, Balance] = {}  # on a GPU: name of a drafter -> the time that its drafts have won or lost
         self.timed: dict[str, Any] = {}  # on a CPU: name of a drafter -> times of its steps (`draft_length.TimedCosts`)
         self.shown: list[Shown | None] = []  # the images of each sequence
@@ -180,7 +182,7 @@ class NativeDecoder:
 
         @torch.inference_mode()
         def work(slices: Sliced) -> None:
-            with torch.cuda.device(self.device):
+            with torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext():
                 self.plan.make_ready(rows)
                 for launch in before:
                     slices.pause()

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lowq_cli.engine.batch import Batch, Chain, KeyValues, States, upload
-from lowq_cli.engine.graph import Captured, capture
+from lowq_cli.engine.batch import Batch, Chain, KeyValues, States, refill, upload
+from lowq_cli.engine.graph import Captured
 from lowq_cli.engine.pictures import in_pass
 from lowq_cli.serving.model_runner import COUNTERS, ModelRunner
 from lowq_kernels import counters
@@ -81,7 +81,7 @@ class DraftPasses:
             self.met.add(key)
         if key in self.captured:
             graph, place = self.captured[key]
-            place.copy_(torch.from_numpy(chunk).pin_memory(), non_blocking=True)
+            refill(place, chunk)
             graph.replay()
             self.passes.noted = graph.noted
             return self.result[: 2 * M], graph.logits
@@ -190,7 +190,7 @@ class DraftPasses:
         try:
             if first:
                 step()
-            graph = capture(step, self.passes.pool)
+            graph = self.passes.capture(step, self.passes.pool)
         except RuntimeError as e:  # such as a pass that waits for the device: `reason` says so
             if device_lost(e) or (self.met is None and isinstance(e, torch.OutOfMemoryError)):
                 raise

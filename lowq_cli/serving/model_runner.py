@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lowq_cli.engine.batch import Batch, KeyValues, States, upload
+from lowq_cli.engine.batch import Batch, KeyValues, States, refill, upload
 from lowq_cli.engine.graph import Captured, capture
 from lowq_cli.engine.pictures import PassImages, Shown, in_pass
 from lowq_cli.engine.plan import Plan
@@ -78,6 +78,8 @@ class ModelRunner:
         state: the state of every stateful layer, keys and values in blocks. slots: positions that the block tables cover.
         fixed: whether steps have one size, prompts have one size, and no pass mixes them, so that the same kernels run
             whatever the other requests are.
+    Attributes:
+        capture: records a step, which returns its logits, in a pool of memory, as `graph.capture` does.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class ModelRunner:
     ) -> None:
         self.plan, self.rows, self.most, self.state, self.fixed, self.slots = plan, rows, most, state, fixed, slots
         self.device, self.ops = plan.device, plan.ops
+        self.capture: Callable[[Callable[[], object], Any], Captured] = capture
         self.padded = self.device.type == "cuda" or fixed
         # for the longest possible sequence (plus a block, `paged`), as vLLM does: rotary angles depend on no other sequence
         self.angles = plan.angles(slots, self.device, slots - BLOCK)
@@ -241,7 +244,7 @@ class ModelRunner:
 
         try:
             run()  # compiles the kernels
-            graph = capture(run, self.pool)
+            graph = self.capture(run, self.pool)
         except RuntimeError as e:  # cannot be recorded, or no memory for it
             if device_lost(e):
                 raise
@@ -270,7 +273,7 @@ class ModelRunner:
             return self.forward(b, M, None if chunk is None else upload(chunk, self.device), tiles, runs, None, adapted)
         graph, place = recorded
         if place is not None and chunk is not None:
-            place.copy_(torch.from_numpy(chunk).pin_memory(), non_blocking=True)
+            refill(place, chunk)
         graph.replay()
         self.noted = graph.noted
         return graph.logits
@@ -450,14 +453,15 @@ class ModelRunner:
         # the logits of both kinds share memory: with 128 sequences of an 8B those of one kind take 0.7 GB
         base = self.captured.get((b, M, False)) if adapted else None
 
-        def step() -> None:
+        def step() -> torch.Tensor | None:
             logits = self.forward(b, M, place, n, (), None, adapted)
             made.append(logits if base is None or logits is None else base[0].logits.copy_(logits))
+            return made[-1]
 
         try:
             if first:
                 step()
-            graph = capture(step, self.pool) if live else self._captured(step)
+            graph = self.capture(step, self.pool) if live else self._captured(step)
         except RuntimeError as e:  # passes then run unrecorded, only slower
             if device_lost(e) or (self.met is None and isinstance(e, torch.OutOfMemoryError)):
                 raise
@@ -472,7 +476,7 @@ class ModelRunner:
     def _captured(self, step: Callable[[], object]) -> Captured:
         """Record a step; once more after running it where that fails: a thread's first product in cuBLAS cannot be recorded."""
         try:
-            return capture(step, self.pool)
+            return self.capture(step, self.pool)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as e:  # if it comes again, the caller gets it
@@ -480,7 +484,7 @@ class ModelRunner:
                 raise
             log_error("a pass is recorded once more", e)
         step()
-        return capture(step, self.pool)
+        return self.capture(step, self.pool)
 
     def measure(self, b: int, M: int, adapted: bool = False) -> None:
         """Time a pass of null rows (the second of two runs), and note it for all passes of M rows, with or without prompts."""

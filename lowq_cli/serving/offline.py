@@ -48,6 +48,7 @@ def answer_all(
     stop: Sequence[str] = (),
     at_once: int | None = None,
     kv: str = PLAIN,
+    engine_type: type[ContinuousEngine] = ContinuousEngine,
 ) -> Iterator[Answer]:
     """Yield the answers in the order of the prompts, the first ones while later ones are still computed.
 
@@ -57,6 +58,7 @@ def answer_all(
         sampling: the settings for all prompts; prompt i has the seed `sampling.seed + i`.
         at_once: max. sequences computed at once; None: the default of the device.
         kv: storage format of keys and values (`decode.kv.KINDS`).
+        engine_type: the engine that computes them.
     """
     stops, limit, ends = check(stop), context_limit(model), stop_ids(model, tokenizer)
     rooms = [max_new_tokens if limit is None else min(max_new_tokens, limit - len(p)) for p in prompts]
@@ -66,7 +68,7 @@ def answer_all(
     running = min(at_once or MOST[model.device.type], len(prompts), MOST_RUNNING)
     longest = sorted((len(p) + room + BLOCK for p, room in zip(prompts, rooms, strict=True)), reverse=True)
     tokens, reads = sum(longest[:running]), sum(map(len, prompts))
-    engine = ContinuousEngine(model, len(prompts), running, tokens, kv=kv, reads=reads)
+    engine = engine_type(model, len(prompts), running, tokens, kv=kv, reads=reads)
     events: queue.SimpleQueue[list[tuple[int, Event]]] = queue.SimpleQueue()
     engine.start(events.put)
     try:

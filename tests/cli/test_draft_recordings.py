@@ -1,13 +1,11 @@
 """When steps with drafts are recorded, on a simulated GPU; and recording in slices, emulated on a CPU."""
 
-import contextlib
 import random
 import subprocess
 import sys
 import threading
 import time
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -34,20 +32,26 @@ def demo():
     return ready("demo", "cpu")
 
 
+def plan_of_steps(seconds, steps=(), states=(None,)):
+    """A plan with as many bytes of weights, which have no memory, as make its steps take so many seconds."""
+    weights = round((seconds - len(states) * drafting.LAYER_S) * drafting.READ)
+    linears = torch.nn.ParameterList([torch.nn.Parameter(torch.empty(weights, dtype=torch.uint8, device="meta"), False)])
+    plan = SimpleNamespace(linears=linears, steps=steps, states=states)
+    assert drafting.step_s(plan) == pytest.approx(seconds)
+    return plan
+
+
 @pytest.fixture
 def gpu():
     """A simulated GPU with a model of a shape; its steps of 4 to 16 rows take 1.2 to 1.5 plain steps."""
-    with contextlib.ExitStack() as stack:
 
-        def make(shape, **how):
-            plain = PLAIN_S[shape]
-            how_large = {"step_s": mock.DEFAULT, "is_large": mock.DEFAULT}
-            patched = stack.enter_context(mock.patch.multiple(drafting, **how_large))
-            patched["step_s"].return_value, patched["is_large"].return_value = 1.15 * plain, True
-            plan = SimpleNamespace(states=[None] * (32 if shape == "8b" else 16))
-            return SimulatedGPU(plan, lambda rows: plain * (1.0 if rows == 1 else 1.1 + 0.025 * rows), RECORD_S[shape], **how)
+    def make(shape, **how):
+        plain = PLAIN_S[shape]
+        plan = plan_of_steps(1.15 * plain, states=[None] * (32 if shape == "8b" else 16))
+        assert drafting.is_large(plan)
+        return SimulatedGPU(plan, lambda rows: plain * (1.0 if rows == 1 else 1.1 + 0.025 * rows), RECORD_S[shape], **how)
 
-        yield make
+    return make
 
 
 def text(n, copied, seed=0):
@@ -119,7 +123,7 @@ class Replayed:
 
 
 @pytest.fixture
-def emulated(demo, monkeypatch):
+def emulated(demo):
     """(decoder of the demo on a CPU as if on a GPU, recordings in slices as they come); a recording leaves no trace."""
     decoder, came = NativeDecoder(demo[0]), []
 
@@ -131,8 +135,7 @@ def emulated(demo, monkeypatch):
         back()
         return Captured(Replayed(step, pool))
 
-    monkeypatch.setattr("lowq_cli.engine.drafts.verify.capture_aside", recorded)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    decoder.capture_aside = recorded
     return decoder, came
 
 
@@ -158,7 +161,7 @@ def test_a_step_recorded_in_slices_is_replayed(demo, emulated, rows):
     assert decoder.sampler.logits is next(iter(step.captured.values())).logits
 
 
-def test_a_text_with_steps_recorded_in_slices_is_the_text_without_drafts(demo, emulated, monkeypatch):
+def test_a_text_with_steps_recorded_in_slices_is_the_text_without_drafts(demo, emulated):
     """The whole loop with its thread; a plain step is said to take so long that a recording ends within one."""
     _, tokenizer = demo
     decoder, _ = emulated
@@ -171,9 +174,7 @@ def test_a_text_with_steps_recorded_in_slices_is_the_text_without_drafts(demo, e
         step.__self__.logits = decoder.sampler.logits
         return Captured(Replayed(step, pool))
 
-    monkeypatch.setattr("lowq_cli.engine.drafts.verify.capture_aside", not_run)
-    monkeypatch.setattr(drafting, "is_large", lambda plan: True)
-    monkeypatch.setattr(drafting, "estimated", lambda plan: lambda rows: 1.0)
+    decoder.capture_aside = not_run
     came = list[int]()
     prompt, texts = tokenizer("one two three four. " * 4)["input_ids"], []
     how = {"stop_ids": frozenset(), "stop": [], "limited_by": "length", "began": 0.0}
@@ -200,6 +201,8 @@ def test_a_text_with_steps_recorded_in_slices_is_the_text_without_drafts(demo, e
         proxy.start = started
         drafter = drafting.FromHost(NGram(), proxy) if drafts else None
         if drafter:
+            drafter.costs = lambda rows: 1.0
+            drafter.recordings = proxy.recordings["ngram"] = Recordings(proxy, drafter.widths, drafter.step_s)
             drafter.balance = SimpleNamespace(allowed=True, plain_s=10.0, note=lambda *step: None)
         g = Generation(proxy, tokenizer, [prompt], Sampling(), 120, **how, drafting=drafter)
         list(g)
@@ -209,7 +212,7 @@ def test_a_text_with_steps_recorded_in_slices_is_the_text_without_drafts(demo, e
     assert drafter.accepted
 
 
-def test_a_failed_recording_is_told_and_the_work_ends(demo, emulated, monkeypatch):
+def test_a_failed_recording_is_told_and_the_work_ends(demo, emulated):
     decoder, _ = emulated
     decoder.drafts = True
     decoder.start([[5, 6, 7]], Sampling(), 60)
@@ -218,7 +221,7 @@ def test_a_failed_recording_is_told_and_the_work_ends(demo, emulated, monkeypatc
     def refused(step, pool, ended):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr("lowq_cli.engine.drafts.verify.capture_aside", refused)
+    decoder.capture_aside = refused
     step = decoder.verification(4)
     slices = decoder.record_aside(4, [])
     slices.finish()
@@ -297,7 +300,7 @@ def test_work_is_stopped_at_its_next_pause_unless_it_has_committed_itself():
     assert done == [1, 1, 2]
 
 
-def test_a_next_text_does_not_wait_for_a_compiler(emulated, monkeypatch):
+def test_a_next_text_does_not_wait_for_a_compiler(emulated):
     """The recording that is given up there is begun again once the compiler has returned."""
     decoder, _ = emulated
     decoder.drafts = True
@@ -314,8 +317,7 @@ def test_a_next_text_does_not_wait_for_a_compiler(emulated, monkeypatch):
         rows.note(1, 100, True)
         rows.meanwhile(time.perf_counter() + 1e-3)
 
-    rows = decoder.recordings["ngram"] = Recordings(decoder, (4,), 1e-3)
-    monkeypatch.setattr("lowq_cli.engine.drafts.recordings.checks", lambda *a: [compiles])
+    rows = decoder.recordings["ngram"] = Recordings(decoder, (4,), 1e-3, lambda *a: [compiles])
     begin()
     assert entered.wait(60)
     decoder.make_room(1, 60)
@@ -329,14 +331,10 @@ def test_a_next_text_does_not_wait_for_a_compiler(emulated, monkeypatch):
     assert rows.ready == [4]
 
 
-def test_large_models_are_dense_ones_with_long_steps(monkeypatch):
-    dense = SimpleNamespace(steps=[], states=[object()])
-    for seconds, large in ((1.3e-3, True), (0.45e-3, True), (0.1e-3, False)):
-        monkeypatch.setattr(drafting, "step_s", lambda plan, seconds=seconds: seconds)
-        assert drafting.is_large(dense) == large
-    monkeypatch.setattr(drafting, "step_s", lambda plan: 1.3e-3)
-    assert not drafting.is_large(SimpleNamespace(steps=[object.__new__(Experts)], states=[]))
-    assert not drafting.is_large(SimpleNamespace(steps=[], states=[Recurrent(())]))
+def test_large_models_are_dense_ones_with_long_steps():
+    assert [drafting.is_large(plan_of_steps(seconds)) for seconds in (1.3e-3, 0.45e-3, 0.1e-3)] == [True, True, False]
+    assert not drafting.is_large(plan_of_steps(1.3e-3, steps=[object.__new__(Experts)]))
+    assert not drafting.is_large(plan_of_steps(1.3e-3, states=[Recurrent(())]))
 
 
 def test_a_command_does_not_wait_at_its_end_for_a_compiler():

@@ -33,7 +33,6 @@ from lowq_cli.engine.vision import Sight
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.pictures import packed
 from lowq_cli.hf.tower import Tower, load_tower
-from lowq_cli.serving import model_runner
 from lowq_cli.serving.continuous import ContinuousEngine
 from lowq_cli.serving.host_memory import HostMemory
 from lowq_cli.serving.measurements import Measurements
@@ -301,10 +300,10 @@ WHOLE, MIXTURES = ("gemma3", "gemma4/whole"), ("qwen3_vl_moe", "qwen3_5_moe", "l
 RECURRENT = ("qwen3_5",)  # on a CPU the rows of each sequence have to be on the host
 
 
-def record_pictures(engine, monkeypatch):
+def record_pictures(engine):
     """Record on a CPU, as a later load in a server does whose passes without pictures are recorded."""
-    monkeypatch.setattr(model_runner, "capture", Replayed)
     passes = engine.passes
+    passes.capture = Replayed
     passes.met, passes.captured = set(), {(b, M, False): None for b, M in passes.recorded()}
     with torch.inference_mode():
         while passes.record_next():
@@ -313,7 +312,7 @@ def record_pictures(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("name", [n for n in pictured.NAMES if n not in (*WHOLE, *MIXTURES, *RECURRENT)])
-def test_recorded_passes_with_pictures_give_the_tokens_of_unrecorded_ones(name, monkeypatch):
+def test_recorded_passes_with_pictures_give_the_tokens_of_unrecorded_ones(name):
     """All sizes are recorded that are for texts; a recorded pass reads its pictures from the same tensors each time."""
     long, short = texts(pictured.VOCAB, 70, 5)
     a, b = pictured.picture(name, 1, 4, 5), pictured.picture(name, 2)
@@ -325,7 +324,7 @@ def test_recorded_passes_with_pictures_give_the_tokens_of_unrecorded_ones(name, 
         runner.padded = True
         runner.most_recorded = RECORDED
         if recorded:
-            record_pictures(engine, monkeypatch)
+            record_pictures(engine)
             sizes = runner.sizes if runner.plan.model.images.sections else ()
             assert set(runner.turned) == {(b, False) for b in sizes}
             alone = {(0, M, False) for M in PICTURED}
@@ -338,10 +337,10 @@ def test_recorded_passes_with_pictures_give_the_tokens_of_unrecorded_ones(name, 
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_passes_whose_pictures_are_seen_whole_are_not_recorded(name, monkeypatch):
+def test_passes_whose_pictures_are_seen_whole_are_not_recorded(name):
     """No kernel takes them."""
     engine = ContinuousEngine(seeing(name)[0], 64, running=4)
-    record_pictures(engine, monkeypatch)
+    record_pictures(engine)
     assert engine.passes.showing == {}
 
 

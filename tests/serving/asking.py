@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from lowq_cli.engine import stream
 from lowq_cli.engine.decoders import decoder_of
+from lowq_cli.engine.graph import keep
 from lowq_cli.serving.continuous import ContinuousEngine
 from lowq_cli.serving.draft_costs import DraftCosts
 from lowq_cli.serving.engines import engine_of
@@ -72,6 +73,22 @@ class Client:
 
     def tokens(self, *numbers):
         return [[e.token for e in events if e.token is not None] for events in self.follow(*numbers)]
+
+
+class Replayed:
+    """A recorded pass on a CPU: computed again from the same tensors. Recording it does not move the texts of `rows` on."""
+
+    graph, noted = None, None
+
+    def __init__(self, step, rows):
+        self.step, self.count = step, 0
+        back = keep([rows.token, rows.pos])
+        step()
+        back()
+
+    def replay(self):
+        self.count += 1
+        self.logits.copy_(self.step())
 
 
 class Free(DraftCosts):

@@ -1,14 +1,10 @@
 """Many texts from many prompts: the texts of `stream`, one prompt after the other."""
 
-from types import SimpleNamespace
-
 import pytest
-import torch
-from asking import TOKENIZER, build, prompts
+from asking import TOKENIZER, Replayed, build, prompts
 
 from lowq_cli.engine import stream
 from lowq_cli.engine.sampling import Sampling
-from lowq_cli.serving import model_runner, offline
 from lowq_cli.serving.continuous import ContinuousEngine
 from lowq_cli.serving.offline import answer_all
 from lowq_cli.serving.scheduler import buckets
@@ -54,61 +50,44 @@ def test_no_tokens_and_seeds(model):
     assert together(model, [prompt_ids[0]] * 2, 12, Sampling(temperature=1.0, seed=6)) == drawn[1:]
 
 
-def test_passes_are_recorded_the_second_time_that_they_come(model, monkeypatch):
-    """On a GPU; here what is recorded is the function itself, and its logits lie where they lay when it was recorded."""
-    made, recorded, replayed = [], [], []
+def late(made, expected_reads, capture):
+    """An engine on a CPU that records passes when their size comes again, as on a GPU; its passes go into `made`."""
 
     class Late(ContinuousEngine):
         def __init__(self, *args, reads, **how):
             super().__init__(*args, **how)
             p = self.passes
-            assert reads == 3 * 20
-            p.padded, p.sizes, p.met, p.pool = True, list(buckets(p.most)), set(), object()
+            assert reads == expected_reads
+            p.padded, p.sizes, p.met, p.pool, p.capture = True, list(buckets(p.most)), set(), object(), capture
             made.append(p)
+
+    return Late
+
+
+def test_passes_are_recorded_the_second_time_that_they_come(model):
+    """On a GPU; here a recording is the pass itself, and its logits are where they were when it was recorded."""
+    made, recorded = [], []
 
     def capture(step, pool):
         assert pool is not None  # else `graph.capture` would run the step, and so move the texts on
-        forward, logits = made[0].forward, []
-        monkeypatch.setattr(
-            made[0], "forward", lambda *what: logits.append(torch.empty(0)) or recorded.append(what) or logits[0]
-        )
-        step()
-        monkeypatch.setattr(made[0], "forward", forward)
-        what = recorded[-1]
+        recorded.append(Replayed(step, made[0].rows))
+        return recorded[-1]
 
-        def replay():
-            new = forward(*what)
-            logits[0].resize_(new.shape).copy_(new)
-            replayed.append(what[:2])
-
-        return SimpleNamespace(replay=replay, graph=None, logits=None)
-
-    monkeypatch.setattr(offline, "ContinuousEngine", Late)
-    monkeypatch.setattr(model_runner, "capture", capture)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     prompt_ids = prompts(20, 20, 20)
     expected = alone(model, prompt_ids, max_new_tokens=30)
-    assert together(model, prompt_ids, 30, at_once=2) == expected
+    assert together(model, prompt_ids, 30, at_once=2, engine_type=late(made, 3 * 20, capture)) == expected
     assert len(recorded) == len(made[0].captured) < len(made[0].met)
-    assert len(replayed) > 30
+    assert sum(one.count for one in recorded) > 30
 
 
-def test_a_recording_that_fails_while_texts_are_under_way_does_not_move_them_on(model, monkeypatch):
+def test_a_recording_that_fails_while_texts_are_under_way_does_not_move_them_on(model):
     failures = []
-
-    class Late(ContinuousEngine):
-        def __init__(self, *args, reads, **how):
-            super().__init__(*args, **how)
-            p = self.passes
-            p.padded, p.sizes, p.met, p.pool = True, list(buckets(p.most)), set(), object()
 
     def capture(step, pool):
         failures.append(step)
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(offline, "ContinuousEngine", Late)
-    monkeypatch.setattr(model_runner, "capture", capture)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     prompt_ids = prompts(20, 20, 20)
-    assert together(model, prompt_ids, 30, at_once=2) == alone(model, prompt_ids, max_new_tokens=30)
+    expected = alone(model, prompt_ids, max_new_tokens=30)
+    assert together(model, prompt_ids, 30, at_once=2, engine_type=late([], 3 * 20, capture)) == expected
     assert failures

@@ -7,7 +7,7 @@ steps of this width would have been expected to save its price: as with skis, wh
 pair costs, a text that never copies pays nothing, and no text pays more than it could have gained so far.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from lowq_cli.engine.drafts.draft_length import Costs, most
@@ -16,6 +16,7 @@ from lowq_cli.engine.kernel_launches import checks
 from lowq_cli.engine.slices import Sliced
 from lowq_packers.errors import device_lost, log_error
 
+Launches = Iterable[Callable[[], object]]
 PRICE_S = 1e-3  # seconds that plain steps lose while another step is recorded in slices
 # Seconds that they lose in addition with the first recording of a process, as calls that load kernels cannot be cut: with it a
 # text of 64 tokens by an 8B took 112 instead of 102 ms (H100).
@@ -27,13 +28,13 @@ class Recordings:
     """The recorded widths of a decoder's steps with drafts, kept for all texts.
 
     Args:
-        step_s: seconds of a plain step, as estimated; the unit of costs.
+        step_s: seconds of a plain step, as estimated; the unit of costs. launches: returns one launch of each kernel of a step.
     Attributes:
         ready: widths that steps may have, ascending. missed: width -> seconds that it would have saved until now.
     """
 
-    def __init__(self, decoder: Any, widths: Sequence[int], step_s: float) -> None:
-        self.decoder, self.widths, self.step_s = decoder, widths, step_s
+    def __init__(self, decoder: Any, widths: Sequence[int], step_s: float, launches: Callable[..., Launches] = checks) -> None:
+        self.decoder, self.widths, self.step_s, self.launches = decoder, widths, step_s, launches
         self.ready = list[int]()
         self.missed, self.price = dict.fromkeys(widths, 0.0), dict.fromkeys(widths, PRICE_S + LOADING_S)
         self.rates = dict[int, float]()  # width -> seconds a token that it would save at the last choice
@@ -108,7 +109,7 @@ class Recordings:
             self._have([*self.ready, width])
         else:
             d = self.decoder
-            launches = () if width in self.launched else checks(d, width, (d.slots,), d.angles)
+            launches = () if width in self.launched else self.launches(d, width, (d.slots,), d.angles)
             self.width, self.slices = width, d.record_aside(width, launches)
 
     def _look(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from lowq_cli.engine.batch import Batch, Chain, KeyValues, States
-from lowq_cli.engine.graph import Captured, capture, capture_aside, keep
+from lowq_cli.engine.graph import Captured, capture, keep
 from lowq_cli.engine.sampling import Sampling, penalise, restrict
 from lowq_cli.engine.slices import Sliced
 from lowq_cli.engine.state import tensors_of
@@ -56,7 +56,7 @@ class Verification:
         """Record the step for the settings `key` without running it; afterwards it is `ready`. pool: as of `capture_aside`."""
         self.pause = slices.pause
         try:
-            graph = capture_aside(self.compute, pool, slices.go_on)
+            graph: Captured = self.decoder.capture_aside(self.compute, pool, slices.go_on)
         finally:
             self.pause = None
         graph.logits = self.logits
