@@ -147,11 +147,14 @@ def roofline(device: torch.device) -> Roofline:
     return Roofline(torch.cuda.get_device_name(device), speed, 2 * 8192**3 / dot_us / 1e6)
 
 
-def read_gbs(device: torch.device) -> float:
-    """1e9 bytes per second that a read of 1 GiB reaches, of 256 MiB on a CPU (whose caches hold 64)."""
+def read_gbs(device: torch.device, timer: Callable[[Sequence[Thunk]], float] = wall_time) -> float:
+    """1e9 bytes per second that a read of 1 GiB reaches, of 256 MiB on a CPU (whose caches hold 64).
+
+    timer: microseconds per call, on a CPU.
+    """
     if device.type != "cuda":
         pieces = torch.ones(256 << 20, dtype=torch.uint8).view(torch.int64).split(PIECE // 8)
-        return PIECE / wall_time([piece.sum for piece in pieces]) / 1e3
+        return PIECE / timer([piece.sum for piece in pieces]) / 1e3
     data = torch.empty(1 << 30, dtype=torch.uint8, device=device).random_().view(torch.int32)
     readers = _readers(data)
     with ThreadPoolExecutor() as pool:  # they compile in parallel

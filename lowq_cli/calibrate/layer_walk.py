@@ -114,12 +114,15 @@ class Layer:
             x_ref[i] = following(self.run(x_ref[i], self.original), self.others, i)
             x_quant[i] = following(self.run(x_quant[i], self.quantized), self.others, i)
 
-    def stages(self, x_ref: Hidden, x_quant: Hidden) -> Iterator[Stage]:
-        """The stages in order. Each must be quantized (`set`) before the next is asked for."""
+    def stages(self, x_ref: Hidden, x_quant: Hidden, filled: int = FILLED) -> Iterator[Stage]:
+        """The stages in order. Each must be quantized (`set`) before the next is asked for.
+
+        filled: tokens per input of a matrix up to which its expert gets tokens of others.
+        """
         for modules in self._order(x_ref[0]):
             names = [n for n, s in self.spots.items() if s.module in modules]
             if any(self.spots[n].cut.expert is not None for n in names):
-                yield from self._experts(modules[0], names, x_ref, x_quant)
+                yield from self._experts(modules[0], names, x_ref, x_quant, filled)
             else:
                 yield self._dense(modules[0], names, x_ref, x_quant)
 
@@ -164,7 +167,7 @@ class Layer:
         assert moments is not None
         return Stage(names, moments)
 
-    def _experts(self, module: str, names: list[str], x_ref: Hidden, x_quant: Hidden) -> Iterator[Stage]:
+    def _experts(self, module: str, names: list[str], x_ref: Hidden, x_quant: Hidden, filled: int) -> Iterator[Stage]:
         """Two stages per expert: the matrices before its activation, then down. Routing is that of the quantized model."""
         clean = torch.cat([_flat(self._given(module, x, self.original)[0]) for x in x_ref])
         inputs = [self._given(module, x, self.quantized) for x in x_quant]
@@ -176,7 +179,7 @@ class Layer:
                 chosen = [n for n in names if self.spots[n].cut.expert == expert and self.spots[n].path == path]
                 if not chosen:
                     continue
-                at = _filled(mine, len(seen), self.matrix(chosen[0], self.original).shape[1])
+                at = _filled(mine, len(seen), self.matrix(chosen[0], self.original).shape[1], filled)
                 x, quant = clean[at], seen[at]
                 if path == down:
                     x = self._inside(module, expert, x, self.original)
@@ -243,9 +246,9 @@ def _visitors(visits: torch.Tensor, expert: int) -> torch.Tensor:
     return visits.eq(expert).any(-1).nonzero().squeeze(-1)
 
 
-def _filled(mine: torch.Tensor, tokens: int, K: int) -> torch.Tensor:
-    """The indices of an expert's tokens, and of others where a matrix of K inputs has fewer than FILLED tokens per input."""
-    count = min(FILLED * K, MOST_FILLED) - len(mine)
+def _filled(mine: torch.Tensor, tokens: int, K: int, filled: int) -> torch.Tensor:
+    """The indices of an expert's tokens, and of others where a matrix of K inputs has fewer than `filled` tokens per input."""
+    count = min(filled * K, MOST_FILLED) - len(mine)
     if count <= 0:
         return mine
     other = torch.ones(tokens, dtype=torch.bool, device=mine.device)

@@ -51,13 +51,14 @@ class RecordedTower:
 
     Args:
         tower: the module. record: records work and returns what replays it; None: a `Recorder` on a GPU.
+        most_rows: max. rows of features of a recorded run. most: max. sizes whose recordings are kept.
     Attributes:
         reason: why the last size that was not recorded was not; "" if none.
     All calls come from one thread, in one stream.
     """
 
-    def __init__(self, tower: "Tower", record: Record | None = None) -> None:
-        self.tower, self.reason = tower, ""
+    def __init__(self, tower: "Tower", record: Record | None = None, most_rows: int = MOST_ROWS, most: int = KEPT) -> None:
+        self.tower, self.reason, self.most_rows, self.most = tower, "", most_rows, most
         self.record = record or (Recorder(tower.device) if tower.device.type == "cuda" else None)
         self.recordings = OrderedDict[Any, Recording | Program]()
         self._met = OrderedDict[Any, bool]()  # sizes that came, and whether one is to be recorded
@@ -70,7 +71,7 @@ class RecordedTower:
         if isinstance(recording, Recording):
             self.recordings.move_to_end(key)
             made = recording(there[PIXELS])
-        elif self.record is None or rows * len(images) > MOST_ROWS or not self._came(key):
+        elif self.record is None or rows * len(images) > self.most_rows or not self._came(key):
             made = self._transformers(there)
         else:
             try:
@@ -112,7 +113,7 @@ class RecordedTower:
     def _hold(self, key: Any, known: Recording | Program) -> None:
         self.recordings[key] = known
         self.recordings.move_to_end(key)
-        if len(self.recordings) > KEPT:
+        if len(self.recordings) > self.most:
             self.recordings.popitem(last=False)
 
     def _refuse(self, key: Any, e: Exception) -> None:

@@ -27,13 +27,19 @@ class Sight:
 
     Args:
         folder: the checkpoint's. images: the model's conventions for images. device, dtype: of the features.
-        tower: computes the features; None: the checkpoint's.
+        tower: computes the features; None: the checkpoint's. together: max. rows of features of images that run together.
     """
 
     def __init__(
-        self, folder: Path, images: Images, device: torch.device, dtype: torch.dtype, tower: RecordedTower | None = None
+        self,
+        folder: Path,
+        images: Images,
+        device: torch.device,
+        dtype: torch.dtype,
+        tower: RecordedTower | None = None,
+        together: int = TOGETHER,
     ) -> None:
-        self.folder, self.images, self.device, self.dtype = folder, images, device, dtype
+        self.folder, self.images, self.device, self.dtype, self.together = folder, images, device, dtype, together
         self._processor: Processor | None = None
         self._tower = tower
         self._lock = threading.Lock()
@@ -67,7 +73,7 @@ class Sight:
         missing = {p.name: p for p in pictures if p.name not in found}
         others = {p.name: p for p in waiting if p.name not in found and p.name not in self._kept} if missing else {}
         while missing:
-            few = _together(missing | others)
+            few = _together(missing | others, self.together)
             for p, features in zip(few, self.load()([p.inputs for p in few], few[0].rows), strict=True):
                 found[p.name] = features
                 missing.pop(p.name, None)
@@ -90,11 +96,11 @@ class Sight:
         return seen.see(self.features(pictures, waiting), self.device, self.dtype)
 
 
-def _together(pictures: Mapping[bytes, Picture]) -> list[Picture]:
+def _together(pictures: Mapping[bytes, Picture], most_rows: int) -> list[Picture]:
     """Images for one run of the tower: the first one and others of its size; their number is a power of two."""
     first, *others = pictures.values()
     alike = [first, *(p for p in others if p.rows == first.rows and size_of(p.inputs) == size_of(first.inputs))]
-    most = max(1, min(len(alike), TOGETHER // first.rows))
+    most = max(1, min(len(alike), most_rows // first.rows))
     return alike[: 1 << (most.bit_length() - 1)]
 
 

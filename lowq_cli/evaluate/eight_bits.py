@@ -57,22 +57,27 @@ class Choice:
 
 
 def apply_act(
-    model: CausalModel, tokenizer: LoadedTokenizer, act: str | None, say: Callable[[str], None] = lambda text: None
+    model: CausalModel,
+    tokenizer: LoadedTokenizer,
+    act: str | None,
+    say: Callable[[str], None] = lambda text: None,
+    tokens: int = TOKENS,
 ) -> None:
     """Set the model's layers to the mode of `--act`: a mode, "auto", or None for the mode of its checkpoint.
 
+    tokens: of each text that "auto" measures on.
     Raises UsageError if nothing is quantized, UnsupportedError for int8 activations with fp8 weights.
     """
     if act == AUTO:
-        say(str(choose(model, own_text(model, tokenizer))))
+        say(str(choose(model, own_text(model, tokenizer, tokens))))
     elif act is not None:
         set_activations(model, check_act(act))
 
 
 @torch.inference_mode()
-def own_text(model: CausalModel, tokenizer: LoadedTokenizer) -> torch.Tensor:
-    """Token ids (TEXTS, T) that the model samples."""
-    room = min(TOKENS, window_of(model)) - 1
+def own_text(model: CausalModel, tokenizer: LoadedTokenizer, tokens: int = TOKENS) -> torch.Tensor:
+    """Token ids (TEXTS, T) that the model samples, T up to `tokens`."""
+    room = min(tokens, window_of(model)) - 1
     start, decoder = encode(tokenizer, "")[:1], decoder_of(model)
     steps = [decoder.start([start] * TEXTS, Sampling(temperature=1.0, seed=1), room).clone()]
     steps += [decoder.step().clone() for _ in range(room - 1)]

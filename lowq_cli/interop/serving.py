@@ -97,13 +97,18 @@ def installed() -> str:
     return f"vLLM {release}{'' if known else ', which lowq was not tested with (' + ', '.join(TESTED) + ' were)'}"
 
 
-def choose(checkpoint: Checkpoint, ranks: int, native: bool | None = None) -> Kernels:
-    """The kernels that serve a checkpoint. Raises UnsupportedError if the requested kernels, or all, cannot."""
+def choose(
+    checkpoint: Checkpoint, ranks: int, native: bool | None = None, capability: tuple[int, int] | None = None
+) -> Kernels:
+    """The kernels that serve a checkpoint. Raises UnsupportedError if the requested kernels, or all, cannot.
+
+    capability: of the GPUs that serve it; None: of the first one here.
+    """
     where = f"vLLM cannot serve {checkpoint.folder} on {ranks} GPU(s)"
     if fused := fusion_problems(checkpoint.schemes):
         raise UnsupportedError(f"{where}: {fused[0]}")
     exported, problem = _exported(checkpoint, ranks), _plugin_problem(checkpoint, ranks)
-    slower = _slower(checkpoint)
+    slower = _slower(checkpoint, capability)
     if problem and (native or not exported):
         raise UnsupportedError(f"{where}: {problem}")
     if native is False and not exported:
@@ -145,7 +150,7 @@ def _plugin_problem(checkpoint: Checkpoint, ranks: int) -> str | None:
     return None
 
 
-def _slower(checkpoint: Checkpoint) -> str | None:
+def _slower(checkpoint: Checkpoint, here: tuple[int, int] | None) -> str | None:
     """The reason to prefer vLLM's kernels although lowq's would work, or None."""
     if any(s.table for s in checkpoint.schemes.values()):
         return "lowq's were not timed in vLLM on tables (--native takes them)"
@@ -153,7 +158,8 @@ def _slower(checkpoint: Checkpoint) -> str | None:
 
     from lowq_kernels import gpu
 
-    here = gpu.capability(torch.device("cuda")) if torch.cuda.is_available() else gpu.HOPPER.capability
+    if here is None:
+        here = gpu.capability(torch.device("cuda")) if torch.cuda.is_available() else gpu.HOPPER.capability
     return None if here == gpu.HOPPER.capability else "lowq's were not timed in vLLM on this kind of GPU (--native takes them)"
 
 

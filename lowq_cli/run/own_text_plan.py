@@ -90,10 +90,13 @@ def _plain(recipe: Recipe) -> Recipe:
     return replace(recipe, bpw=None, size=None, max_kl=None, max_ppl=None, fit=None, tokens_per_s=None)
 
 
-def outlook(model: str, source: Source, recipe: Recipe, device: torch.device) -> Outlook:
-    """The plan of generating a recipe's text. Raises DoesNotFitError if no copy fits, NotFoundError without a home folder."""
+def outlook(model: str, source: Source, recipe: Recipe, device: torch.device, room: float | None = None) -> Outlook:
+    """The plan of generating a recipe's text. Raises DoesNotFitError if no copy fits, NotFoundError without a home folder.
+
+    room: bytes for the generating model; None: what the device has.
+    """
     side = _side(source, device)
-    bits = _bits(source, device)
+    bits = _bits(source, device, room or _room(device))
     facts = [1, version("lowq"), source.identity, device.type, bits, side, texts.WINDOW, recipe.calib_seed]
     folder = cache_dir() / "own-text" / memo.key(facts)
     present = sum(len(r) for kind in (PLAIN, CHAT) for r in kept_rounds(folder, kind))
@@ -155,12 +158,15 @@ def _side(source: Source, device: torch.device) -> int:
     return side
 
 
-def _bits(source: Source, device: torch.device) -> int:
-    """Bits of the generating model: 16, or the largest width of a copy that fits. Raises DoesNotFitError."""
+def _room(device: torch.device) -> float | None:
+    """Bytes of a device for a generating model; None if unknown."""
     if device.type == "cuda":
-        room: float | None = torch.cuda.get_device_properties(device).total_memory * 0.65  # the rest: caches, activations
-    else:
-        room = available_memory()
+        return torch.cuda.get_device_properties(device).total_memory * 0.65  # the rest: caches, activations
+    return available_memory()
+
+
+def _bits(source: Source, device: torch.device, room: float | None) -> int:
+    """Bits of the generating model: 16, or the largest width of a copy that fits. Raises DoesNotFitError."""
     if room is None or source.nbytes <= room:
         return 16
     for bits, share in COPIES.items() if device.type == "cuda" else ():

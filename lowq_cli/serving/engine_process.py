@@ -101,13 +101,16 @@ class ApartEngine:
         self._stats, self._number, self.closed = Stats(), 0, "the server has not started yet"
         self._listener: threading.Thread | None = None
 
-    def made(self) -> Any:
-        """Wait for `make` and return its `Made.facts`. Raises what `make` raised, or DiedIdle if it was never called."""
+    def made(self, hung_s: float = HUNG_S) -> Any:
+        """Wait for `make` and return its `Made.facts`. Raises what `make` raised, or DiedIdle if it was never called.
+
+        hung_s: seconds without a sign of life after which it fails.
+        """
         try:
-            self._wait("began")
+            self._wait("began", hung_s=hung_s)
         except ProcessEnded as e:
             raise DiedIdle(str(e)) from None
-        self.facts, self.name, self.reason, self.limits, self.vocabulary = self._wait("made")
+        self.facts, self.name, self.reason, self.limits, self.vocabulary = self._wait("made", hung_s=hung_s)
         return self.facts
 
     def start(self, sink: Sink, done: Done = lambda n, of: None) -> None:
@@ -192,7 +195,7 @@ class ApartEngine:
             while message := self._outbox.get():
                 write(self._pipe, message)
 
-    def _wait(self, kind: str, done: Done = lambda n, of: None) -> tuple[Any, ...]:
+    def _wait(self, kind: str, done: Done = lambda n, of: None, hung_s: float = HUNG_S) -> tuple[Any, ...]:
         """Wait for the process's answer and return it; `done` is called with the progress on the way."""
         silent = 0  # seconds counted here: a machine that was halted for minutes has not counted them
         while True:
@@ -201,8 +204,8 @@ class ApartEngine:
                     message = self._pipe.recv() if self._pipe.poll(BEAT_S) else None
                 if message is None:
                     silent += 1
-                    if silent >= HUNG_S / BEAT_S:
-                        raise LowqError(f"the engine's process has not answered for {HUNG_S} s")
+                    if silent >= hung_s / BEAT_S:
+                        raise LowqError(f"the engine's process has not answered for {hung_s} s")
                     continue
                 silent, (what, *rest) = 0, message
             except (EOFError, OSError):

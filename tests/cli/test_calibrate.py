@@ -8,7 +8,7 @@ from checkpoints import RARE
 from folders import files
 
 from lowq_cli import quantizers
-from lowq_cli.calibrate import calibration, layer_walk, texts
+from lowq_cli.calibrate import calibration, texts
 from lowq_cli.calibrate.layer_walk import Layer
 from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.files.source import open_source
@@ -224,12 +224,9 @@ def test_another_text_is_another_run(family_checkpoints, text, tmp_path):
 
 @pytest.mark.parametrize("family", MIXTURES)
 @pytest.mark.parametrize("filled", [0, 4], ids=["its own", "all, because 4 per input are more than there are"])
-def test_an_expert_gets_the_moments_of_its_own_tokens_and_where_they_are_few_of_others(
-    filled, family, family_checkpoints, monkeypatch
-):
+def test_an_expert_gets_the_moments_of_its_own_tokens_and_where_they_are_few_of_others(filled, family, family_checkpoints):
     from transformers import AutoModelForCausalLM
 
-    monkeypatch.setattr(layer_walk, "FILLED", filled)
     folder = family_checkpoints(family, schemes={}).dense
     ids = torch.arange(128).reshape(4, 32)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
@@ -243,7 +240,7 @@ def test_an_expert_gets_the_moments_of_its_own_tokens_and_where_they_are_few_of_
         spots = {n: s for n, s in blocks.linears(0).items() if s.cut.expert is not None}
         assert len(spots) == 4 * 3
         with blocks.layer(0) as module:
-            stages = list(Layer(module, others[0], spots).stages(hidden, hidden))
+            stages = list(Layer(module, others[0], spots).stages(hidden, hidden, filled))
     x, visits, _ = calls[0]
     assert len(stages) == 4 * 2
     assert filled or sum(stage.moments.tokens for stage in stages) == 2 * visits.numel()

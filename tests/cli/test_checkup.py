@@ -1,9 +1,11 @@
 """lowq doctor on machines that are not this one: a device is asked for first, an error of one kernel is a row."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
+import emulation
 from lowq_cli import checkup
 from lowq_kernels.dispatch import registry
 from lowq_packers.layouts import LAYOUTS
@@ -27,27 +29,30 @@ def test_a_kernel_of_another_device_is_refused():
     assert checkup.try_kernel(spec, "cpu_int4", 8, torch.device("meta")) == (None, "runs on cpu, not on meta")
 
 
-def test_an_error_of_one_kernel_is_a_row_and_the_others_are_still_checked(monkeypatch):
-    def broken(q, layout):
-        if layout == "strided":
-            raise RuntimeError("no such instruction\nat line 7")
-        return pack(q, layout)
+@contextmanager
+def failing(error):
+    """The kernel `reference` raises an error."""
 
-    pack = checkup.pack
-    monkeypatch.setattr(checkup, "pack", broken)
-    result = {c.name: c for c in checkup.kernels()}
+    def launch(*_):
+        raise RuntimeError(error)
+
+    with emulation.changed_kernels() as registered:
+        registered["reference"] = replace(registered["reference"], launch=launch)
+        yield
+
+
+def test_an_error_of_one_kernel_is_a_row_and_the_others_are_still_checked():
+    with failing("no such instruction\nat line 7"):
+        result = {c.name: c for c in checkup.kernels()}
     assert not result["kernel reference"].ok
     assert "RuntimeError at" in result["kernel reference"].result
     assert "\n" not in result["kernel reference"].result
     assert result["kernel cpu/int4"].ok
 
 
-def test_a_lost_gpu_is_one_row_and_no_kernel_is_blamed_for_it(monkeypatch):
-    def lost(q, layout):
-        raise RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with ...")
-
-    monkeypatch.setattr(checkup, "pack", lost)
-    (result,) = checkup.products()
+def test_a_lost_gpu_is_one_row_and_no_kernel_is_blamed_for_it():
+    with failing("CUDA error: an illegal memory access was encountered\nCompile with ..."):
+        (result,) = checkup.products()
     assert (result.name, result.ok) == ("kernels", False)
     assert "illegal memory access" in result.result
     assert "CUDA_LAUNCH_BLOCKING=1" in result.fix

@@ -8,7 +8,6 @@ from typer.testing import CliRunner
 
 import lowq
 from lowq_cli.engine.open_model import ready
-from lowq_cli.evaluate import eight_bits
 from lowq_cli.evaluate.eight_bits import apply_act, choose, own_text
 from lowq_cli.hf.activations import quantized_linears, set_activations
 from lowq_cli.hf.experts import QuantExperts
@@ -94,11 +93,10 @@ def test_experts_of_a_mixture_round_and_are_measured(family_checkpoints, monkeyp
     assert [m.rounds for m in experts.values()] == ["int8", "int8"]
 
 
-def test_the_choice_of_activations_is_printed(loaded, monkeypatch):
+def test_the_choice_of_activations_is_printed(loaded):
     model, tokenizer = loaded
-    monkeypatch.setattr(eight_bits, "TOKENS", 64)
     output = []
-    apply_act(model, tokenizer, "auto", output.append)
+    apply_act(model, tokenizer, "auto", output.append, tokens=64)
     (line,) = output
     assert line.startswith("activations ")
     apply_act(model, tokenizer, None, output.append)

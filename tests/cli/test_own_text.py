@@ -153,12 +153,11 @@ def test_a_model_that_writes_empty_texts_falls_back_to_the_bundled_text(dense, t
     assert json.loads((tmp_path / "b" / "lowq_report.json").read_text())["calibration"]["text"] == "bundled"
 
 
-def test_where_the_model_does_not_fit_a_quick_copy_writes(dense, cache, monkeypatch):
+def test_where_the_model_does_not_fit_a_quick_copy_writes(dense, cache):
     with open_source(dense) as source:
         outlook = own_text_plan.outlook(str(dense), source, recipe(), CPU)
-        monkeypatch.setattr(own_text_plan, "available_memory", lambda: source.nbytes - 1)
         with pytest.raises(DoesNotFitError, match="cannot write a text"):
-            own_text_plan.outlook(str(dense), source, recipe(), CPU)
+            own_text_plan.outlook(str(dense), source, recipe(), CPU, room=source.nbytes - 1)
     results = []
 
     def make(recipe, folder):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from lowq_cli import main
+from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.interop import serving
 from lowq_cli.interop.foreign import open_foreign
 from lowq_packers.errors import UnsupportedError, UsageError
@@ -168,20 +169,20 @@ def test_without_vllm_the_error_names_the_package(family_checkpoints, monkeypatc
     assert "pip install vllm" in capsys.readouterr().err
 
 
-def test_the_faster_kernels_are_taken_and_why_is_one_line(family_checkpoints, tmp_path, monkeypatch, capsys):
+def test_the_faster_kernels_are_taken_and_why_is_one_line(family_checkpoints, capsys):
     folders = family_checkpoints("llama", "bfloat16", SYM)
     assert serving.command(str(folders.packed))[2] == str(folders.packed.resolve())
     err = capsys.readouterr().err
     assert "lowq's kernels, by its plugin: measured faster; vLLM is not installed here" in err
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("lowq_kernels.gpu.capability", lambda device: (8, 9))
-    assert serving.command(str(folders.packed), write=False)[2] != str(folders.packed.resolve())
-    assert "not timed in vLLM on this kind of GPU (--native takes them)" in capsys.readouterr().err
-    assert serving.command(str(folders.packed), write=False, native=True)[2] == str(folders.packed.resolve())
-    monkeypatch.setattr("lowq_kernels.gpu.capability", lambda device: (9, 0))
+    with (checkpoint := open_checkpoint(folders.packed)).source:
+        untimed = serving.choose(checkpoint, 1, capability=(8, 9))
+        assert untimed.format != serving.NATIVE
+        assert untimed.why.endswith("not timed in vLLM on this kind of GPU (--native takes them)")
+        assert serving.choose(checkpoint, 1, native=True, capability=(8, 9)).format == serving.NATIVE
     mixture = family_checkpoints("qwen3-moe", "bfloat16", {"expert": Scheme(4, 16, "none")})
-    assert serving.command(str(mixture.packed), write=False)[2] == str(mixture.packed.resolve())
-    assert "measured faster on mixtures of up to 64 sequences" in capsys.readouterr().err
+    with (checkpoint := open_checkpoint(mixture.packed)).source:
+        why = "measured faster on mixtures of up to 64 sequences"
+        assert serving.choose(checkpoint, 1, capability=(9, 0)) == (serving.NATIVE, why)
 
 
 @pytest.mark.parametrize(("version", "line"), [("0.24.0", "vLLM 0.24.0"), ("0.99.1", "not tested with (0.24, 0.33 were)")])

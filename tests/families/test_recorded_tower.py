@@ -9,7 +9,6 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import pictured
 
-from lowq_cli.engine import recorded_tower
 from lowq_cli.engine.recorded_tower import RecordedTower, Recorder, Recording
 from lowq_cli.engine.vision import Sight
 from lowq_cli.hf.pictures import joined
@@ -37,9 +36,9 @@ def at_once(work):
     return work
 
 
-def runner_of(name, device):
+def runner_of(name, device, **limits):
     tower = tower_of(name, device)
-    return RecordedTower(tower, at_once if device == "cpu" else Recorder(tower.device))
+    return RecordedTower(tower, at_once if device == "cpu" else Recorder(tower.device), **limits)
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
@@ -156,10 +155,8 @@ def test_a_tower_that_cannot_be_recorded_runs_as_it_is(fails, monkeypatch):
     assert not runner.recordings
 
 
-def test_few_recordings_are_kept_and_large_images_are_not_recorded(monkeypatch):
-    monkeypatch.setattr(recorded_tower, "KEPT", 2)
-    monkeypatch.setattr(recorded_tower, "MOST_ROWS", 8)
-    runner = runner_of("qwen3_vl", "cpu")
+def test_few_recordings_are_kept_and_large_images_are_not_recorded():
+    runner = runner_of("qwen3_vl", "cpu", most_rows=8, most=2)
     for h in (1, 2, 3, 4, 5):
         for seed in range(4):
             p = pictured.picture("qwen3_vl", seed, h, 2)
@@ -167,9 +164,8 @@ def test_few_recordings_are_kept_and_large_images_are_not_recorded(monkeypatch):
     assert [len(r.made[0]) for r in runner.recordings.values()] == [6, 8]
 
 
-def test_images_of_one_size_run_together(monkeypatch):
+def test_images_of_one_size_run_together():
     """Those asked for and those that wait, in batches of powers of two within the limit, and each once."""
-    monkeypatch.setattr("lowq_cli.engine.vision.TOGETHER", 24)
     tower, batches = tower_of("qwen3_vl"), []
     runner = RecordedTower(tower)
 
@@ -177,7 +173,7 @@ def test_images_of_one_size_run_together(monkeypatch):
         batches.append((len(images), rows))
         return runner(images, rows)
 
-    sight = Sight(Path(), None, tower.device, tower.dtype, noted)
+    sight = Sight(Path(), None, tower.device, tower.dtype, noted, together=24)
     a = [pictured.picture("qwen3_vl", seed) for seed in range(7)]
     b = [pictured.picture("qwen3_vl", seed, 5, 5) for seed in range(2)]
     found = sight.features([a[0], b[0], a[0], a[1]], [a[1], *a[2:6], b[1]])

@@ -17,13 +17,16 @@ from starlette.requests import ClientDisconnect
 from lowq_cli.serving import engine_process
 from lowq_cli.serving.engine_process import ApartEngine
 from lowq_cli.serving.host_memory import HostMemory, Kept
-from lowq_cli.serving.http import loading, refusal
+from lowq_cli.serving.http import refusal
 from lowq_cli.serving.http.loading import Loader
 from lowq_cli.serving.http.model_pool import ModelPool
 from lowq_cli.serving.http.place import PROCESS, State
 from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.request import Request
 from lowq_packers.errors import LowqError
+
+# The engines' processes count instead of loading a model; a process that stands by imports nothing.
+LIGHT = {"make": phases.load, "first": phases.get_ready}
 
 
 class Server:
@@ -32,7 +35,7 @@ class Server:
     def __init__(self, folder, room):
         self.gates = {name: Gate(folder / name) for name in "ab"}
         self.host = HostMemory(1 << 20, 2)
-        self.loader = Loader("cpu", {}, self.host)
+        self.loader = Loader("cpu", {}, self.host, **LIGHT)
         offers = {name: gate.offer() for name, gate in self.gates.items()}
         self.pool = ModelPool(offers, "a", self.loader.begin, room * PROCESS + 1)
         self.pool.reports.host, self.pool.loads.prepare = self.host, self.loader.prepare
@@ -103,13 +106,6 @@ async def serving(folder, room):
 
 def run(what):
     asyncio.run(asyncio.wait_for(what, 120))
-
-
-@pytest.fixture(autouse=True)
-def light(monkeypatch):
-    """The engines' processes count instead of loading a model; a process that stands by imports nothing."""
-    monkeypatch.setattr(loading, "load", phases.load)
-    monkeypatch.setattr(loading, "get_ready", phases.get_ready)
 
 
 async def brought(s, name, phase):
@@ -199,7 +195,7 @@ def test_a_process_killed_before_a_leased_request_is_queued(tmp_path):
     run(go())
 
 
-def test_a_process_that_hangs_while_it_loads_is_given_up(tmp_path, monkeypatch):
+def test_a_process_that_hangs_while_it_loads_is_given_up(tmp_path):
     """It is stopped while it stands still in its load, where it gives signs of life, so none comes any more."""
     gate = Gate(tmp_path / "a")
     gate.offer()
@@ -208,9 +204,8 @@ def test_a_process_that_hangs_while_it_loads_is_given_up(tmp_path, monkeypatch):
     try:
         run(until(lambda: gate.standing))
         os.kill(engine.process.pid, signal.SIGSTOP)
-        monkeypatch.setattr(engine_process, "HUNG_S", 1)
         with pytest.raises(LowqError, match="has not answered for 1 s"):
-            engine.made()
+            engine.made(hung_s=1)
     finally:
         engine.stop(0)
 
@@ -279,7 +274,7 @@ def test_a_client_that_leaves_before_the_process_is_killed(tmp_path):
 def test_a_load_that_cannot_begin_gives_everything_back(tmp_path, monkeypatch, fault, ahead):
     host = HostMemory(1 << 20, 1)
     host.take_back("a", lent := host.lend("a"), kept := Kept(b"", [1], None, 7))
-    loader = Loader("cpu", {"draft": threading.Lock()} if fault == "options" else {}, host)
+    loader = Loader("cpu", {"draft": threading.Lock()} if fault == "options" else {}, host, **LIGHT)
     if ahead:
         loader.prepare()
     with monkeypatch.context() as broken:

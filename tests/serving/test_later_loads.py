@@ -8,14 +8,12 @@ import torch
 from asking import Client, build, prompts
 
 from lowq_cli.serving.catalog import Offer
-from lowq_cli.serving.http import loading
 from lowq_cli.serving.http.loading import Loader, keyed
 from lowq_cli.serving.measurements import Measurements
 
 
-def test_a_later_load_gets_the_measurements_of_the_one_before(monkeypatch, tmp_path):
-    monkeypatch.setattr(loading, "load", counting.load)
-    loader = Loader("cpu", {})
+def test_a_later_load_gets_the_measurements_of_the_one_before(tmp_path):
+    loader = Loader("cpu", {}, make=counting.load)
     for name in "abaa":
         model = loader.begin(Offer(name, str(tmp_path)))
         model.made().engine.start(lambda batch: None)

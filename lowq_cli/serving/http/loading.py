@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -32,6 +32,7 @@ MODULES = (  # imported by a standby process before the model is known
     *("lowq_cli.engine.generation_config", "lowq_cli.serving.http.served_model", "lowq_kernels.dispatch.measure", "tokenizers"),
 )
 ROOMY = 20 << 30  # min. bytes of a GPU on which a process stands by with a CUDA context: about 0.5 GB, 0.8 to 1.4 s to make
+Make = Callable[[str, str, dict[str, Any], bool], Made]
 KEYED = ("kv", "act", "deterministic", "draft")  # options that change cache contents; block names hold the adapter
 SHARE = 0.25  # max. share of the memory of all models for the cache of one, in a server with several
 
@@ -217,10 +218,18 @@ class Loader:
 
     Args:
         device, how: arguments of `load` for all models of the server. host: the host memory that engines borrow from.
+        make: makes an engine in its process, as `load` does. first: what a standby process runs, given the device.
     """
 
-    def __init__(self, device: str, how: Mapping[str, Any], host: HostMemory | None = None) -> None:
-        self.device, self.how, self.host = device, how, host
+    def __init__(
+        self,
+        device: str,
+        how: Mapping[str, Any],
+        host: HostMemory | None = None,
+        make: Make = load,
+        first: Callable[[str], None] = get_ready,
+    ) -> None:
+        self.device, self.how, self.host, self.make, self.first = device, how, host, make, first
         self.measurements: dict[str, Measurements] = {}  # by model
         self.standby: Standby | None = None
         self.latest: LoadingModel | None = None
@@ -228,12 +237,13 @@ class Loader:
     def begin(self, offer: Offer) -> "LoadingModel":
         """Begin to load a model."""
         standby, self.standby = self._alive(), None
-        self.latest = LoadingModel(offer, self.device, self.how, True, standby, self.host, self.measurements, starts=True)
+        given = (offer, self.device, self.how, True, standby, self.host, self.measurements)
+        self.latest = LoadingModel(*given, starts=True, make=self.make)
         return self.latest
 
     def prepare(self) -> None:
         """Start the standby process if there is none."""
-        self.standby = self._alive() or Standby(get_ready, self.device)
+        self.standby = self._alive() or Standby(self.first, self.device)
 
     def _alive(self) -> Standby | None:
         """The standby process; None if there is none, or it has died."""
@@ -255,7 +265,7 @@ class LoadingModel:
     Args:
         offer: the model. device, how: arguments of `load` for all models of the server; and `urls`: whether images at http and
             https URLs are fetched. measurements: those of earlier loads by model, to which those of this load are added.
-        starts: the engine starts as soon as it is made, while this process reads its facts.
+        starts: the engine starts as soon as it is made, while this process reads its facts. make: as of `Loader`.
     """
 
     def __init__(
@@ -268,12 +278,13 @@ class LoadingModel:
         host: HostMemory | None = None,
         measurements: dict[str, Measurements] | None = None,
         starts: bool = False,
+        make: Make = load,
     ) -> None:
         self.offer, self.host, self.measurements, how = offer, host, measurements, {**how, **offer.how}
         how["earlier"] = None if measurements is None else measurements.get(offer.name, Measurements())
         self.urls = bool(how.pop("urls", False))
         self.lent = how["host"] = None if host is None else host.lend(offer.name)
-        self.given = load, offer.path, device, how, quiet
+        self.given = make, offer.path, device, how, quiet
         self.starts = starts
         try:
             self.engine = ApartEngine(*self.given, standby=standby, starts=starts)
