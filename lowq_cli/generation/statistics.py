@@ -1,6 +1,6 @@
 """The report of `generate` on an answer: its statistics, the kernels of --explain, the table of --profile."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,7 +141,7 @@ def _kernel_row(r: "LayerKernel") -> tuple[object, ...]:
 
 
 def show_kernels(model: "CausalModel", generation: "Generation") -> None:
-    """--explain: one row per distinct layer on stderr, then the reasons of those that refused."""
+    """--explain: the decoder and its drafts on stderr, then `show_rows`."""
     from lowq_cli.engine import explain
 
     decoder = generation.decoder
@@ -150,7 +150,11 @@ def show_kernels(model: "CausalModel", generation: "Generation") -> None:
         f"decoder: {decoder.name}" + (f" ({decoder.reason})" if decoder.reason else "") + (f"; {about}" if about else "")
     )
     console.say(f"drafts: {generation.drafting.about() if generation.drafting else generation.why_no_drafts}")
-    rows = explain.kernels_of(explain.called(model, decoder), len(generation.prompts), model.dtype)
+    show_rows(explain.kernels_of(explain.called(model, decoder), len(generation.prompts), model.dtype))
+
+
+def show_rows(rows: "Sequence[LayerKernel]") -> None:
+    """The distinct layers with their kernels, then the reasons of the kernels that refused, those with one reason on a line."""
     columns = ("layers", ">count", ">NxK", "weight", "layout", "kernel", "config", "by")
     cells = [_kernel_row(r) for r in rows]
     shown = [i for i in range(len(columns)) if any(row[i] for row in cells)]  # drop empty columns: CPU kernels have no configs

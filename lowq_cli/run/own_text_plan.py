@@ -96,7 +96,7 @@ def outlook(model: str, source: Source, recipe: Recipe, device: torch.device, ro
     room: bytes for the generating model; None: what the device has.
     """
     side = _side(source, device)
-    bits = _bits(source, device, room or _room(device))
+    bits = generating_bits(source, device, room or _room(device))
     facts = [1, version("lowq"), source.identity, device.type, bits, side, texts.WINDOW, recipe.calib_seed]
     folder = cache_dir() / "own-text" / memo.key(facts)
     present = sum(len(r) for kind in (PLAIN, CHAT) for r in kept_rounds(folder, kind))
@@ -165,7 +165,7 @@ def _room(device: torch.device) -> float | None:
     return available_memory()
 
 
-def _bits(source: Source, device: torch.device, room: float | None) -> int:
+def generating_bits(source: Source, device: torch.device, room: float | None) -> int:
     """Bits of the generating model: 16, or the largest width of a copy that fits. Raises DoesNotFitError."""
     if room is None or source.nbytes <= room:
         return 16

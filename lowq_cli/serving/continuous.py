@@ -79,6 +79,8 @@ class ContinuousEngine:
         prefer: even streams, early first tokens, or some of both (`token_budget.PREFER`).
         earlier: the measurements of an earlier load of this model, empty for the first one; None: those of this load are not
             asked for.
+    Attributes in addition to Engine's:
+        host_cache: the cache's blocks in host memory, or None.
     Raises DoesNotFitError where the device has no room for a cache, UsageError for more than MOST_RUNNING requests at once.
     """
 
@@ -124,10 +126,10 @@ class ContinuousEngine:
         self.passes.token_budget.prefer = prefer
         self.rows, self.special = rows, Special(rows, self.vocabulary, plan.ops.choose_rows)
         held = (BLOCK, PIECE, cache.slots, cache.snapshots)
-        self._lent, self._host, self._broken, there = host, None, False, list[int]()
+        self._lent, self.host_cache, self._broken, there = host, None, False, list[int]()
         if host is not None:
             there = list(host.kept.places) if host.kept else places(host.room, *cache.shares)
-            self._host = HostCache(host.path, plan, self.passes.state, there, cache.drafter)
+            self.host_cache = HostCache(host.path, plan, self.passes.state, there, cache.drafter)
         manager = CacheManager(list(cache.groups), cache.blocks, *held, not deterministic, cache.copies, there)
         if host is not None and host.kept is not None:
             manager.restore(host.kept.records)
@@ -240,7 +242,7 @@ class ContinuousEngine:
             drafted=0 if self.drafts is None else self.drafts.drafted,
             accepted=0 if self.drafts is None else self.drafts.accepted,
             host_hits=held.brought,
-            host_bytes=0 if self._host is None else self._host.bytes(held.in_host()),
+            host_bytes=0 if self.host_cache is None else self.host_cache.bytes(held.in_host()),
             busy_s=self._busy_s,
         )
 
@@ -281,19 +283,19 @@ class ContinuousEngine:
 
     def keep(self) -> Kept | None:
         """Return the host-memory cache for a later engine with the same settings; call after `stop`; None without one."""
-        if self._host is None or self._lent is None or self._broken:
+        if self.host_cache is None or self._lent is None or self._broken:
             return None
         cache = self.scheduler.cache
         with torch.inference_mode():
             cache.store_all()
             self._swap()
-        return Kept(self._lent.key, self._host.places, cache.records(), self._host.bytes(cache.in_host()))
+        return Kept(self._lent.key, self.host_cache.places, cache.records(), self.host_cache.bytes(cache.in_host()))
 
     def _swap(self) -> None:
         """Run the copies to and from host memory that the scheduler has planned."""
         swaps, self.scheduler.cache.swaps = self.scheduler.cache.swaps, []
-        if swaps and self._host is not None:
-            self._host.run(swaps)
+        if swaps and self.host_cache is not None:
+            self.host_cache.run(swaps)
 
     def _work(self) -> None:
         """Run passes until the engine ends: the main function of its thread."""

@@ -42,18 +42,15 @@ def test_text_and_numbers_go_their_own_ways(run):
     assert "layers.*.qkv" in done.stderr
 
 
-def test_kernels_that_refuse_for_one_reason_share_a_line(monkeypatch, capsys):
+def test_kernels_that_refuse_for_one_reason_share_a_line(capsys):
     far = dict.fromkeys(("cuda/a", "cuda/b", "triton/c", "triton/d"), "runs on cuda, not on cpu")
     rows = [
         explain.LayerKernel("qkv", 2, 64, 64, "4-bit g64", "cpu_int4", "cpu/int4", {}, "rule", far | {"dequant": "is slow"}),
         explain.LayerKernel("down", 2, 64, 64, "4-bit g64", "cpu_int4", "cpu/int4", {}, "rule", far),
         explain.LayerKernel("head", 1, 64, 64, "bfloat16", "dense", "torch", {}, "", {}),
     ]
-    monkeypatch.setattr(explain, "kernels_of", lambda *_: rows)
-    decoder = SimpleNamespace(name="native", reason="")
-    generation = SimpleNamespace(decoder=decoder, prompts=["a"], drafting=None, why_no_drafts="as asked")
-    statistics.show_kernels(SimpleNamespace(dtype=None), generation)
-    output = [line.strip() for line in capsys.readouterr().err.splitlines() if ": " in line][2:]
+    statistics.show_rows(rows)
+    output = [line.strip() for line in capsys.readouterr().err.splitlines() if ": " in line]
     assert output == ["4 kernels (2 cuda, 2 triton): runs on cuda, not on cpu", "dequant: is slow (qkv)"]
 
 

@@ -284,7 +284,7 @@ def test_a_bare_gpt2_saves_under_the_names_its_config_lists(family_checkpoints, 
 def test_compiles_into_one_graph(family, family_checkpoints):
     model = open_model(family_checkpoints(family, "bfloat16").packed, torch.bfloat16)
     expected = logits(model)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         assert torch.equal(compiled(IDS).logits.float(), expected)

@@ -177,7 +177,7 @@ def build(model_type: str, **more: Any) -> PreTrainedModel:
 
 def is_matrix(module: nn.Module, leaf: str, p: torch.Tensor) -> bool:
     """Whether a parameter is multiplied with activations as a matrix, or is a stack of such: no table, no convolution."""
-    table = isinstance(module, nn.Embedding | nn.modules.conv._ConvNd) or "Norm" in type(module).__name__
+    table = isinstance(module, nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d) or "Norm" in type(module).__name__
     return (
         p.dim() in (2, 3)
         and not table

@@ -125,7 +125,7 @@ def commands(valid: dict[str, Path], text: Path) -> list[Command]:
 def small(own: bool) -> Iterator[None]:
     """Short windows of text, learnt from once; with `own` the model's own is written by few side by side, and a quick copy."""
     from lowq_cli.calibrate import learn, requirements, texts
-    from lowq_cli.run import own_text
+    from lowq_cli.run import own_text, own_text_plan
 
     with MonkeyPatch.context() as patch:
         patch.setattr(texts, "WINDOW", 32)
@@ -133,9 +133,9 @@ def small(own: bool) -> Iterator[None]:
         patch.setattr(learn, "EPOCHS", 1)
         patch.setattr(requirements, "PASSES", 1)
         if own:
-            patch.setattr(own_text, "SIDE", {"cpu": 8})
+            patch.setattr(own_text_plan, "SIDE", {"cpu": 8})
             patch.setattr(own_text, "FEW", 1)
-            patch.setattr(own_text, "_bits", lambda *_: 8)
+            patch.setattr(own_text_plan, "generating_bits", lambda *_: 8)
         yield
 
 

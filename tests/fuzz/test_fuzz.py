@@ -92,3 +92,10 @@ def test_it_runs_as_a_module(tmp_path):
     line = [sys.executable, "-m", "tests.fuzz", *numbers, "--out", str(tmp_path / "long.json")]
     subprocess.run(line, cwd=root, check=True, capture_output=True)
     assert sum(row["bent"] for row in json.loads((tmp_path / "long.json").read_text())["bends"].values()) == 5
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["a given text", "its own"])
+def test_the_sizes_that_a_campaign_makes_small_exist(own):
+    """Those of own texts had moved to another file, and a campaign's command with one ended in an AttributeError."""
+    with kills.small(own):
+        pass

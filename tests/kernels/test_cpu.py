@@ -183,7 +183,7 @@ def test_a_gradient_flows_through_every_layout(layout, compiled, by_address):
     q = weight(33, 64, 4, 32, "float", torch.bfloat16)
     lin = QuantLinear.from_quantized(q, torch.ones(33), dtype=torch.bfloat16, layout=layout, kernel=by_address)
     x = torch.randn(2, 3, 64).bfloat16().requires_grad_()
-    torch._dynamo.reset()
+    torch.compiler.reset()
     y = torch.compile(lin, fullgraph=True, backend="aot_eager")(x) if compiled else lin(x)
     assert error(y.detach().reshape(6, 33), truth_of(x.detach().reshape(6, 64), q, torch.ones(33))) < TOLERANCE[torch.bfloat16]
     weights = torch.randn(2, 3, 33)

@@ -57,7 +57,7 @@ def lend():
 
 def held(client):
     """Every name in host memory with the bytes of its block."""
-    cache, result = client.engine._host, {}
+    cache, result = client.engine.host_cache, {}
     for g, host in enumerate(client.engine.scheduler.cache.host_blocks):
         for name, place in host.record():
             result[g, name] = torch.cat([there[place - 1].flatten() for _, there in cache.groups[g]])
