@@ -25,8 +25,6 @@ import lowq
 from lowq_cli.engine import heads
 from lowq_cli.engine.batch import Batch, KeyValues, Rectangle
 from lowq_cli.engine.decoders import decoder_of
-from lowq_cli.engine.drafts import draft_length
-from lowq_cli.engine.drafts import drafting as drafting_of
 from lowq_cli.engine.drafts.drafter import DraftRows
 from lowq_cli.engine.drafts.heads import AssistantDrafter, load, takes
 from lowq_cli.engine.open_model import ready
@@ -204,13 +202,6 @@ def test_guesses_behind_a_prompt_longer_than_the_ring_of_a_window(tmp_path):
     token = decoder.start([text.tolist()], Sampling(), 16)
     assert any(isinstance(one, KeyValues) and one.table is not None for one in decoder.state)
     assert decoder.attached.guesses[:K].tolist() == reference(made, model, torch.cat((text, token)), LENT[TARGETS[0]])[0]
-
-
-@pytest.fixture
-def every_step(monkeypatch):
-    """As in test_streaming: every step has drafts, whatever it takes."""
-    monkeypatch.setattr(drafting_of, "ENOUGH", 0)
-    monkeypatch.setattr(draft_length, "ENOUGH", sys.maxsize)
 
 
 def test_texts_with_an_assistant_are_those_without(gemma, tmp_path, every_step):

@@ -28,13 +28,7 @@ from lowq_cli.run.draft_head import Learner, loss_of, sizes
 WORDS = SimpleNamespace(eos_token_id=None, decode=lambda ids, **kw: "".join(chr(64 + i) for i in ids))
 PROMPTS = [torch.randint(3, pub.VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9, 23, 2)]
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 11}
-
-
-@pytest.fixture(autouse=True)
-def every_step(monkeypatch):
-    """A small model on a CPU is faster without: here every step is to have drafts, whatever it takes."""
-    monkeypatch.setattr(drafting_of, "ENOUGH", 0)
-    monkeypatch.setattr(draft_length, "ENOUGH", sys.maxsize)  # what steps take is never known
+pytestmark = pytest.mark.usefixtures("every_step")
 
 
 def said(model, prompt, draft, **how):
