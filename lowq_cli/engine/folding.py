@@ -10,6 +10,7 @@ For more rows than a decode step has (STEPS), a gate or a norm and the product b
 make to 8 bits where the layer does (`--act`).
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -109,55 +110,54 @@ class SharedExperts(Experts):
 
 
 @dataclass(frozen=True, eq=False)
-class GateProduct(s.Step):
-    """y = layer(act(gate) * up), where y holds gate and up."""
+class _Rounding(s.Step):
+    """A step and the product behind it; one launch makes and rounds what the product reads, where the layer rounds."""
 
-    gate: s.Gate
+    before: s.Step
     product: s.Product
     what = "product"
+
+    @abstractmethod
+    def rounded(self, f: s.Frame) -> torch.Tensor | None:
+        """The product's output; None where the two steps run by themselves."""
 
     def width(self, before: int) -> int:
         return self.product.width(before)
 
     def compiled_for(self) -> tuple[object, ...]:
-        layer = self.product.layer
-        return (*self.gate.compiled_for(), *_facts(layer), getattr(layer, "act", "none"))
+        return (*self.before.compiled_for(), *_facts(self.product.layer), getattr(self.product.layer, "act", "none"))
 
     def run(self, f: s.Frame) -> None:
-        assert f.ops.gate_product is not None
-        y = f.ops.gate_product(self.product.layer, f.y, self.gate.act)
+        y = self.rounded(f)
         if y is None:
-            self.gate.run(f)
+            self.before.run(f)
             self.product.run(f)
         else:
             f.y = y
 
 
 @dataclass(frozen=True, eq=False)
-class RoundedNormProduct(s.Step):
+class GateProduct(_Rounding):
+    """y = layer(act(gate) * up), where y holds gate and up."""
+
+    before: s.Gate
+
+    def rounded(self, f: s.Frame) -> torch.Tensor | None:
+        assert f.ops.gate_product is not None
+        return f.ops.gate_product(self.product.layer, f.y, self.before.act)
+
+
+@dataclass(frozen=True, eq=False)
+class RoundedNormProduct(_Rounding):
     """x += y, then y = layer(norm(x))."""
 
-    norm: s.AddNorm
-    product: s.Product
-    what = "product"
+    before: s.AddNorm
 
-    def width(self, before: int) -> int:
-        return self.product.width(before)
-
-    def compiled_for(self) -> tuple[object, ...]:
-        layer = self.product.layer
-        return (*self.norm.compiled_for(), *_facts(layer), getattr(layer, "act", "none"))
-
-    def run(self, f: s.Frame) -> None:
-        norm = self.norm.norm
+    def rounded(self, f: s.Frame) -> torch.Tensor | None:
+        norm = self.before.norm
         assert f.ops.norm_product is not None
         assert norm.weight is not None
-        y = f.ops.norm_product(self.product.layer, f.x, None if self.norm.first else f.y, norm.weight, norm.eps)
-        if y is None:
-            self.norm.run(f)
-            self.product.run(f)
-        else:
-            f.y = y
+        return f.ops.norm_product(self.product.layer, f.x, None if self.before.first else f.y, norm.weight, norm.eps)
 
 
 def _facts(layer: Any) -> tuple[object, ...]:
