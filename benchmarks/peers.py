@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import peers_exl3
 import torch
@@ -43,7 +44,7 @@ TYPES = {  # ggml's number of a type -> its name, width of its codes
     12: ("Q4_K", 4), 20: ("IQ4_NL", 4), 23: ("IQ4_XS", 4), 11: ("Q3_K", 3), 21: ("IQ3_S", 3), 18: ("IQ3_XXS", 3),
     10: ("Q2_K", 2), 22: ("IQ2_S", 2), 17: ("IQ2_XS", 2), 16: ("IQ2_XXS", 2), 29: ("IQ1_M", 1), 19: ("IQ1_S", 1),
 }  # fmt: skip
-FP4 = {
+FP4: dict[str, dict[str, Any]] = {
     "nvfp4": {"group_size": 16, "data_type": "nv_fp"},
     "mxfp4": {"group_size": 32, "data_type": "mx_fp"},
 }  # its words

@@ -77,10 +77,8 @@ def keep(args: argparse.Namespace, row: dict[str, Any]) -> None:
     print(json.dumps(row), flush=True)
     versions = {p: importlib.metadata.version(p) for p in ("lowq", "torch", "transformers")}
     on = torch.cuda.get_device_name() if device() == "cuda" else "CPU"
-    report = {"date": datetime.date.today().isoformat(), "device": on, "versions": versions, "rows": []}
-    if args.out.is_file():
-        report["rows"] = json.loads(args.out.read_text())["rows"]
-    report["rows"].append(row)
+    rows = json.loads(args.out.read_text())["rows"] if args.out.is_file() else []
+    report = {"date": datetime.date.today().isoformat(), "device": on, "versions": versions, "rows": [*rows, row]}
     args.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
@@ -116,7 +114,8 @@ def measure(args: argparse.Namespace, seed: int, start: str) -> None:
 
         def training(self, trained: end_to_end.EndToEnd, text: list[Any], folder: Path) -> Iterator[Any]:
             trained._write = lambda *_: None  # type: ignore[method-assign]
-            yield from trained.run(*text, folder)
+            ids, start, targets, others = text
+            yield from trained.run(ids, start, targets, others, folder)
 
     original = calibration.EndToEnd, calibration.better, distill.quantize, requirements.BOTH_SIDES
     calibration.EndToEnd = Parts  # type: ignore[assignment, misc]

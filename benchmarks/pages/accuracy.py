@@ -89,12 +89,11 @@ def calibrate_time() -> str:
             per_billion = layer * r["layers"] / r["params"] * 1e9
             shape = r.get("shape", "1B")
             times = (f"{layer:.1f}", f"{layer * LAYERS[shape]:,.0f}", f"{per_billion:,.0f}", f"{held / 1e9:.1f}")
-            if counted := r.get("counted_bytes_all"):
+            counted = ("", "", "")
+            if "counted_bytes_all" in r:
                 over = f"{r['seconds'] / r['estimated_seconds']:.2f}"
-                times = (*times, f"{r['counted_bytes'] / 1e9:.1f}", f"{counted / 1e9:.1f}", over)
-            else:
-                times = (*times, "", "", "")
-            lines.append((shape, *what, f"{r['calib_tokens']:,}", f"{r['layers']} of {LAYERS[shape]}", *times))
+                counted = (f"{r['counted_bytes'] / 1e9:.1f}", f"{r['counted_bytes_all'] / 1e9:.1f}", over)
+            lines.append((shape, *what, f"{r['calib_tokens']:,}", f"{r['layers']} of {LAYERS[shape]}", *times, *counted))
     columns = ("shape", "device", "method", "", ">tokens", ">layers run", ">s a layer", ">s for all", ">s per billion",
                ">peak GB", ">GB counted", ">GB counted for all", ">time over estimate")  # fmt: skip
     return f"Measured {'; '.join(told)}.\n\n{table(columns, lines)}"

@@ -707,6 +707,7 @@ def test_a_server_of_many_reads_its_file_again_and_ends_while_it_loads(four, tmp
     file.write_text(f'default = "one"\n[models.one]\npath = "{four / "ash"}"\n')
     s = start_on(four / "birch", "--config", file, forked=False)
     assert {"birch", "one"} <= set(states(s))
+    of_one = engines(s)[0]
     file.write_text("nonsense")
     s.process.send_signal(signal.SIGHUP)
     s.said_last("nothing has changed: ")
@@ -716,6 +717,8 @@ def test_a_server_of_many_reads_its_file_again_and_ends_while_it_loads(four, tmp
     assert "one" not in states(s)
     assert s.post("completions", {"model": "one", "prompt": "x"}).status_code == 404
     raw = json.dumps({"model": "two", "prompt": "Once", "max_tokens": 2}).encode()
+    standby = until(lambda: [process for process in engines(s) if process != of_one])[-1]
+    os.kill(standby, signal.SIGSTOP)  # it would have loaded the model before the server ends
     with socket.create_connection(("127.0.0.1", int(s.url.rpartition(":")[2]))) as waits:
         waits.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw)
         until(lambda: states(s)["two"] == "loading")
