@@ -167,12 +167,18 @@ def serve(
 
 
 def _adapters(given: list[str], ckpt: str | None) -> dict[str, str]:
-    """NAME=DIR as names and folders. Raises UsageError."""
+    """NAME=DIR as names and folders, which are there. Raises UsageError."""
+    from lowq_cli import state
+
     folders = dict(one.partition("=")[::2] for one in given)
     if given and ckpt is None:
         raise UsageError("--lora needs one model; name it, or give adapters in a --config FILE.toml (lora = {name = dir})")
     if wrong := next((one for one in given if not all(one.partition("=")[::2])), None):
         raise UsageError(f"--lora {wrong}: write NAME=DIR, such as german=./german-lora")
+    if len(folders) < len(given):
+        raise UsageError("--lora: two adapters have the same name")
+    if typo := next((one for one in folders.items() if not state.user_path(one[1]).is_dir()), None):
+        raise UsageError(f"--lora {typo[0]}={typo[1]}: there is no folder {typo[1]}")
     return folders
 
 

@@ -163,6 +163,21 @@ def test_mistakes_are_one_line(flags, message, capsys):
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("adapters", "message"),
+    [
+        (("x=typo",), "--lora x=typo: there is no folder typo"),
+        (("x=.", "x=.."), "two adapters have the same name"),
+        (("x",), "write NAME=DIR"),
+    ],
+)
+def test_a_mistyped_adapter_is_refused_before_the_model_is_loaded(adapters, message, capsys):
+    assert main.main(["serve", "demo", "--port", "0", *(f"--lora={one}" for one in adapters)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert message in err
+
+
 def test_without_vllm_the_error_names_the_package(family_checkpoints, monkeypatch, capsys):
     monkeypatch.setenv("PATH", "")
     assert cli(family_checkpoints("llama", "bfloat16", SYM).packed) == 5
