@@ -1,4 +1,7 @@
-"""docs/cpu.md: lowq compared with llama.cpp. Results: cpu/llamacpp_1b*.json, of cpu_llamacpp.py."""
+"""docs/cpu.md: the price of sampling, and lowq compared with llama.cpp.
+
+Results: cpu/sampling.json, of sampling_cpu.py; cpu/llamacpp_1b*.json, of cpu_llamacpp.py.
+"""
 
 from statistics import median
 from typing import Any
@@ -37,6 +40,20 @@ def _about(report: dict[str, Any]) -> str:
 def cpu_llamacpp() -> str:
     """Of each machine that was measured: `_machine`."""
     return "\n\n".join(_machine(read(f)) for f in RESULTS if (ROOT / "benchmarks/results" / f).exists())
+
+
+@part
+def sampling_cpu() -> str:
+    """Milliseconds a token by vocabulary and setting, of one sequence and of each of eight."""
+    report = read("cpu/sampling.json")
+    by_size: dict[tuple[str, int], list[str]] = {}
+    for row in report["rows"]:
+        by_size.setdefault((row["vocabulary"], row["V"]), []).append(f"{row['alone_ms']:.2f} / {row['of_eight_ms']:.2f}")
+    first = [row for row in report["rows"] if row["V"] == report["rows"][0]["V"]]
+    heads = [f">T {r['temperature']}, k {r['top_k']}, p {r['top_p']}" if r["temperature"] else ">greedy" for r in first]
+    lines = table(("vocabulary", ">tokens", *heads), [(name, f"{V:,}", *cells) for (name, V), cells in by_size.items()])
+    about = f"one thread, {report['cpu']}, torch {report['torch']}, numpy {report['numpy']}"
+    return f"Milliseconds of a core a token: one sequence / each of eight. Measured {report['measured']}, {about}.\n\n{lines}"
 
 
 def _machine(report: dict[str, Any]) -> str:

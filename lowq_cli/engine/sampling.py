@@ -53,12 +53,11 @@ def restrict(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
     The most likely token always stays. Ties at the k-th place all stay.
     """
     V = logits.shape[-1]
-    if top_p < 1:
-        top = torch.sort(logits, dim=-1, descending=True).values
-    elif 0 < top_k < V:
-        top = torch.topk(logits, top_k, dim=-1).values
-    else:
+    if not 0 < top_k < V and top_p >= 1:
         return logits
+    if logits.is_cpu:
+        return torch.stack([_restrict_on_cpu(row, top_k, top_p) for row in logits])
+    top = torch.sort(logits, dim=-1, descending=True).values if top_p < 1 else torch.topk(logits, top_k, dim=-1).values
     floor = top[:, min(top_k, V) - 1, None] if top_k else top[:, -1:]
     if top_p < 1:
         truncated = top.masked_fill(top < floor, float("-inf"))
@@ -68,6 +67,25 @@ def restrict(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
         out[:, 0] = False  # the likeliest stays, however fp32 rounds top_p and the sum
         floor = truncated.masked_fill(out, float("inf")).amin(-1, keepdim=True)
     return logits.masked_fill(logits < floor, float("-inf"))
+
+
+def _restrict_on_cpu(row: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """`restrict` for a row (V,) by numpy: it sorts 151,936 numbers in 0.4 ms of a core, where torch.sort takes 16."""
+    import numpy as np  # imported here: it takes 60 ms, and commands that load no model read the settings above
+
+    negated = -row.numpy()
+    if top_p >= 1:
+        least = np.partition(negated, top_k - 1)[top_k - 1]
+    else:
+        ordered = np.sort(negated)
+        if 0 < top_k < len(row):
+            ordered = ordered[: np.searchsorted(ordered, ordered[top_k - 1], side="right")]
+        with np.errstate(invalid="ignore"):  # infinite logits
+            shares = np.exp(ordered[0] - ordered)
+        mass = shares.cumsum(dtype=np.float64)
+        inside = 1 + np.searchsorted(mass, top_p * mass[-1])
+        least = ordered[min(inside, max(1, np.count_nonzero(shares))) - 1]
+    return torch.from_numpy(np.where(negated > least, np.float32(-math.inf), -negated))
 
 
 def drawable(logits: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from lowq_cli.engine.batch import upload
-from lowq_cli.engine.sampling import penalise
+from lowq_cli.engine.sampling import penalise, restrict
 from lowq_cli.serving.batch_state import BatchState
 from lowq_cli.serving.request import MOST_LOGPROBS, Draw, allow
 from lowq_cli.serving.sequence import Sequence
@@ -24,6 +24,10 @@ Logs = tuple[float, tuple[tuple[int, float], ...]]  # log-probability of the tok
 def restrict_rows(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     """Apply `sampling.restrict` with settings (n, 1) by row, then min_p: scores (n, V) fp32 with excluded tokens at -inf."""
     V = scores.shape[-1]
+    if scores.is_cpu:
+        settings = torch.cat((top_k, top_p, min_p), 1).tolist()
+        kept = [restrict(row, int(k), p) for row, (k, p, _) in zip(scores.split(1), settings, strict=True)]
+        return torch.cat([_least(row, m) if m else row for row, (_, _, m) in zip(kept, settings, strict=True)])
     ordered = torch.sort(scores, dim=-1, descending=True).values
     floor = ordered.gather(1, torch.where(top_k == 0, V, top_k).clamp(max=V) - 1)
     truncated = ordered.masked_fill(ordered < floor, float("-inf"))
@@ -34,7 +38,12 @@ def restrict_rows(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
     least = truncated.masked_fill(out, float("inf")).amin(-1, keepdim=True)
     floor = torch.where(top_p < 1, least, floor)
     scores = scores.masked_fill(scores < floor, float("-inf"))
-    return scores.masked_fill((scores - ordered[:, :1]).exp() < min_p, float("-inf"))
+    return _least(scores, min_p)
+
+
+def _least(scores: torch.Tensor, min_p: torch.Tensor | float) -> torch.Tensor:
+    """Scores with those at -inf whose probability is below min_p of the likeliest token's."""
+    return scores.masked_fill((scores - scores.amax(-1, keepdim=True)).exp() < min_p, float("-inf"))
 
 
 class Special:

@@ -9,7 +9,7 @@ import torch
 
 from lowq_cli.engine.sampling import penalise, restrict
 from lowq_cli.serving.request import Draw, Mask
-from lowq_kernels.decode.reference import SMALLEST_RACE
+from lowq_kernels.decode.reference import pick
 
 
 class Picker:
@@ -23,7 +23,7 @@ class Picker:
 
     def __init__(self, draw: Draw, mask: Mask | None, prompt: Sequence[int], V: int, device: torch.device) -> None:
         self.draw, self.mask, self.device = draw, mask, device
-        self.generator = torch.Generator(device).manual_seed(draw.seed) if not draw.greedy else None
+        self.generator = torch.Generator().manual_seed(draw.seed) if not draw.greedy else None
         self.counts = torch.zeros(V, dtype=torch.int32, device=device)  # counts of the tokens generated so far
         self.seen = torch.zeros(1, V, dtype=torch.bool, device=device)
         self.seen[0, torch.tensor(prompt, device=device)] = True
@@ -51,8 +51,7 @@ class Picker:
         else:
             p = restrict(logits / d.temperature, d.top_k, d.top_p).softmax(-1)
             p = p.masked_fill(p < d.min_p * p.amax(-1, keepdim=True), 0)
-            race = torch.empty_like(p).exponential_(generator=self.generator).clamp_(min=SMALLEST_RACE)
-            self.token = (p / race).argmax(-1)
+            self.token = pick(p[0], torch.rand((), generator=self.generator, dtype=torch.float64).item())[None]
         self.counts[self.token] += 1
         self.seen[0, self.token] = True
         return self.token

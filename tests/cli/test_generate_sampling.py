@@ -1,10 +1,14 @@
 """Sampling draws from the distribution it claims to, and never from outside it."""
 
+import math
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lowq_cli.engine.sampling import LEAST, Sampler, Sampling, penalise, restrict
-from lowq_kernels.decode import TORCH
+from lowq_kernels.decode import TORCH, reference
 from lowq_packers.errors import DamagedError
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0, 2.5, -30.0]])
@@ -92,12 +96,59 @@ def test_draws_follow_the_probabilities():
     assert 5 not in drawn.tolist()
 
 
+@given(
+    st.lists(st.sampled_from([-math.inf, -90.0, -3.0, -1.0, -0.5, 0.0, 0.25, 1.0, 2.0, 60.0]), min_size=1, max_size=40),
+    st.integers(0, 45),
+    st.sampled_from([0.0, 1e-9, 0.1, 0.5, 0.9, 0.999, 1.0]),
+)
+def test_what_is_kept_is_what_the_definition_keeps(scores, top_k, top_p):
+    """With ties, tokens that a mask excludes, and probabilities that are 0; one score at a time, in fp64."""
+    if max(scores) == -math.inf:
+        return
+    by_score = sorted(scores, reverse=True)
+    floor = by_score[top_k - 1] if 0 < top_k < len(scores) else -math.inf
+    share = {s: math.exp(s - by_score[0]) * by_score.count(s) for s in set(scores) if s >= floor}
+    total, likelier, close = sum(share.values()), 0.0, False
+    kept = set()
+    for s in sorted(share, reverse=True):
+        close |= top_p < 1 and abs(likelier / total - top_p) < 1e-6
+        if top_p >= 1 or s == by_score[0] or (likelier / total < top_p and share[s] > 1e-30):
+            kept.add(s)
+        likelier += share[s]
+    result = restrict(torch.tensor([scores]), top_k, top_p)[0].tolist()
+    if not close:
+        assert result == [s if s in kept else -math.inf for s in scores]
+
+
+def test_a_share_picks_the_token_whose_part_holds_it():
+    p = torch.tensor([0.0, 0.25, 0.0, 0.5, 0.25, 0.0])
+    for share, token in ((0.0, 1), (0.2499, 1), (0.25, 3), (0.7499, 3), (0.75, 4), (1 - 2**-53, 4)):
+        assert reference.pick(p, share) == token
+
+
+def test_positions_and_seeds_draw_independently():
+    """Tokens at 4,000 positions of each of three seeds: pairs of neighbours, and of seeds, are as often as their product."""
+    n, V = 4000, 8
+    logits = torch.zeros(n, V)
+    drawn = []
+    for seed in (0, 1, 12345):
+        token, pos = torch.zeros(n, dtype=torch.int64), torch.arange(n, dtype=torch.int32)
+        rows = torch.arange(n, dtype=torch.int32)
+        TORCH.choose_rows(logits, rows, token, pos, torch.full((n,), seed), torch.ones(n))
+        drawn.append(token)
+    pairs = [(d[:-1], d[1:]) for d in drawn] + [(drawn[0], d) for d in drawn[1:]]
+    for a, b in pairs:
+        counts = torch.bincount(a * V + b, minlength=V * V).double()
+        expected = len(a) / V**2
+        assert ((counts - expected) ** 2 / expected).sum() < 120  # 63 degrees of freedom: over 120 once in 50,000 times
+
+
 def test_no_draw_leaves_the_restriction():
     assert set(pick(LOGITS.expand(5000, -1), temperature=5.0, top_k=2, seed=1)) == {0, 4}
 
 
 def test_unlikely_tokens_of_a_large_vocabulary_stay_unlikely():
-    """The 24-bit uniform behind an exponential race is exactly 0 now and then; that must not crown a token at random."""
+    """A million tokens of probability 4e-18 each: sums in fp32 would give some of them far more."""
     logits = torch.full((400, 128_000), -40.0)
     logits[:, 7] = 0.0
     assert set(pick(logits, temperature=1.0, seed=2)) == {7}
