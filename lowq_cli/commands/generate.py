@@ -178,6 +178,7 @@ def answer(
     from lowq_cli.engine.sampling import Sampling
     from lowq_cli.files.source import check_there
     from lowq_cli.files.templates import has_template
+    from lowq_cli.hf import chat_template
 
     given = {n: v for n in NAMES if (v := settings.get(n)) is not None}
     Sampling(**given)  # report values out of range before anything is loaded
@@ -185,6 +186,8 @@ def answer(
     check_pictures(folder, settings.get("images", ()))
     if settings["chat"] is None:
         settings["chat"] = has_template(state.user_path(folder))
+    if settings["chat"]:
+        chat_template.begin(folder)
     model, tokenizer = _loaded(folder, settings, device)
     drawn, origins = settle(model, given, DEFAULTS[default])
     generation_settings = {n: v for n, v in settings.items() if n not in NAMES}

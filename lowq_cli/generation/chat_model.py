@@ -27,8 +27,10 @@ class LocalModel:
     ) -> None:
         from lowq_cli.devices import wake
         from lowq_cli.files.source import check_there
+        from lowq_cli.hf import chat_template
 
         check_there(folder)
+        chat_template.begin(folder)
         wake(device)
         with console.status(f"loading {folder}"):
             from lowq_cli.engine.conversation import Conversation

@@ -1,7 +1,8 @@
 """Renders conversations with a model's chat template, which is untrusted code, in transformers' sandbox.
 
 The sandbox keeps a template from files and code, but not from endless loops or from taking all memory. A separate process
-therefore renders, limited to SECONDS and BYTES. It starts with the first conversation (0.8 s) and ends with this process.
+therefore renders, limited to SECONDS and BYTES. Its start takes 0.8 s, most of it transformers' import: `begin` starts it while
+a model is loaded, and otherwise the first conversation does. It ends with this process.
 """
 
 import json
@@ -9,14 +10,38 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from threading import Lock
 from typing import Any
 
+from lowq_cli.files.templates import has_template
+from lowq_cli.state import user_path
 from lowq_packers.errors import DamagedError, LowqError
 
 SECONDS, BYTES = 5.0, 1 << 28  # limits per conversation; the longest templates of 2026 take 20 ms
-_started: "list[subprocess.Popen[bytes]]" = []
+_started: "list[_Worker]" = []
 _one_at_a_time = Lock()
+
+
+class _Worker:
+    """The process that renders; `ready` once it has answered."""
+
+    def __init__(self) -> None:
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        # -P: do not import from the working folder
+        line = [sys.executable, "-P", "-c", f"from {__name__} import serve; serve()"]
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        # a process group of its own: this process handles the terminal's Ctrl-C
+        self.process = subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=null, env=env, process_group=0)
+        self.ready = False
+
+
+def begin(model: str) -> None:
+    """Start the process that renders, unless it runs or the model's folder has no template, and do not wait for it."""
+    if not _started and has_template(user_path(model)):
+        with _one_at_a_time, suppress(OSError):  # such as too many processes: `render` says so, if it is needed
+            if not _started:
+                _started.append(_Worker())
 
 
 def render(
@@ -51,25 +76,23 @@ def render(
 
 
 def _worker() -> "subprocess.Popen[bytes]":
-    """The process that renders; started if it does not run."""
-    if _started and _started[0].poll() is not None:
+    """The process that renders, ready; started if it does not run."""
+    if _started and _started[0].process.poll() is not None:
         _end()
     if not _started:
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        # -P: do not import from the working folder
-        line = [sys.executable, "-P", "-c", f"from {__name__} import serve; serve()"]
-        _started.append(
-            subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=env)
-        )
-        assert _started[0].stdout
-        if _started[0].stdout.readline() != b"ready\n":
+        _started.append(_Worker())
+    worker = _started[0]
+    if not worker.ready:
+        assert worker.process.stdout
+        if worker.process.stdout.readline() != b"ready\n":
             _end()
             raise LowqError("the process that renders chat templates does not start; try: lowq doctor")
-    return _started[0]
+        worker.ready = True
+    return worker.process
 
 
 def _end() -> None:
-    worker = _started.pop()
+    worker = _started.pop().process
     worker.kill()
     with worker:  # closes its pipes, and waits
         pass
@@ -82,7 +105,6 @@ def serve() -> None:
 
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent process
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     if os.path.exists("/proc/self/statm"):
         with open("/proc/self/statm") as f:

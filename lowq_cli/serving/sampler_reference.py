@@ -5,11 +5,12 @@ Everything stays on the device: only a mask, which the host fills, and reading l
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from lowq_cli.engine.sampling import penalise, restrict
 from lowq_cli.serving.request import Draw, Mask
-from lowq_kernels.decode.reference import pick
+from lowq_kernels.decode.reference import race
 
 
 class Picker:
@@ -23,7 +24,7 @@ class Picker:
 
     def __init__(self, draw: Draw, mask: Mask | None, prompt: Sequence[int], V: int, device: torch.device) -> None:
         self.draw, self.mask, self.device = draw, mask, device
-        self.generator = torch.Generator().manual_seed(draw.seed) if not draw.greedy else None
+        self.numbers = np.random.Philox(key=draw.seed)
         self.counts = torch.zeros(V, dtype=torch.int32, device=device)  # counts of the tokens generated so far
         self.seen = torch.zeros(1, V, dtype=torch.bool, device=device)
         self.seen[0, torch.tensor(prompt, device=device)] = True
@@ -46,12 +47,12 @@ class Picker:
             logits = logits - d.presence_penalty * (self.counts > 0) - d.frequency_penalty * self.counts
         if self.mask is not None:
             logits = logits.masked_fill(~self._allowed(), float("-inf"))
-        if self.generator is None:
+        if d.greedy:
             self.token = logits.argmax(-1)
         else:
             p = restrict(logits / d.temperature, d.top_k, d.top_p).softmax(-1)
             p = p.masked_fill(p < d.min_p * p.amax(-1, keepdim=True), 0)
-            self.token = pick(p[0], torch.rand((), generator=self.generator, dtype=torch.float64).item())[None]
+            self.token = torch.tensor([race(p[0].cpu().numpy(), self.numbers)], device=self.device)
         self.counts[self.token] += 1
         self.seen[0, self.token] = True
         return self.token

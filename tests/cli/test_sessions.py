@@ -10,7 +10,8 @@ from lowq_cli import sessions
 from lowq_packers.errors import DamagedError, UsageError
 
 __all__ = ["home"]
-HOW = ("chat", "demo", "--device", "cpu", "--max-new-tokens", 12, "--seed", 7)
+# the seed: with 2, no draw is nearer than 3% to another token, and two engines' logits differ by 0.1%
+HOW = ("chat", "demo", "--device", "cpu", "--max-new-tokens", 12, "--seed", 2)
 SAID = ("Once upon a time", "And then the king", "At last")
 
 

@@ -77,7 +77,7 @@ def children(pid: int) -> list[int]:
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(OSError):  # a thread that has ended since
             result |= {int(p) for p in (task / "children").read_text().split()}
-    return [p for p in sorted(result) if not ended(p) and b"resource_tracker" not in command(p)]
+    return [p for p in sorted(result) if not ended(p) and b"spawn_main" in command(p)]
 
 
 def command(pid: int) -> bytes:

@@ -12,6 +12,7 @@ import counting
 import pytest
 from answering import RUNNING, WAITING, Multiples, make
 from asking import Client, prompts
+from engine_processes import engines_of
 
 from lowq_cli.engine.open_model import ready
 from lowq_cli.serving.engine_process import ApartEngine
@@ -173,7 +174,7 @@ def test_an_engine_process_ends_with_its_parent():
 
 def test_a_server_answers_what_a_terminal_interrupts_and_ends_with_its_engine(start):
     s = start(forked=False)
-    (engine,) = _engines(s.process.pid)
+    (engine,) = engines_of(s.process.pid)
     for number in (signal.SIGINT, signal.SIGTERM):  # as from Ctrl-C, and from systemd, to all processes there are
         os.kill(engine, number)
     time.sleep(0.3)
@@ -181,11 +182,3 @@ def test_a_server_answers_what_a_terminal_interrupts_and_ends_with_its_engine(st
     os.kill(engine, signal.SIGKILL)
     assert s.process.wait(60) == 2
     s.said_last("lowq: the engine's process was killed by signal 9; the system kills what takes more memory than there is")
-
-
-def _engines(server):
-    result = []
-    for pid in Path(f"/proc/{server}/task/{server}/children").read_text().split():
-        if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes():
-            result.append(int(pid))
-    return result

@@ -12,6 +12,7 @@ import httpx
 import pytest
 import torch
 from asking import Client, adapter, build, prompts
+from engine_processes import engines_of
 from swaps import make_models
 from test_device_drafts import always
 
@@ -241,9 +242,7 @@ def ask(server, model):
 
 def engine_of(server):
     """The process of the one engine that has a model: it has begun before the one that waits for the next."""
-    tasks = Path(f"/proc/{server.process.pid}/task").iterdir()
-    children = sorted({p for t in tasks for p in (t / "children").read_text().split()}, key=int)
-    return next(int(p) for p in children if b"resource_tracker" not in Path(f"/proc/{p}/cmdline").read_bytes())
+    return engines_of(server.process.pid)[0]
 
 
 @pytest.mark.slow

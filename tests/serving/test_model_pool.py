@@ -16,6 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from engine_processes import engines_of
 from saying import Saying, byte_tokenizer
 from swaps import NAMES, TWO, make_models
 
@@ -609,13 +610,6 @@ def many(four, start_on):
     return start_on(four / "ash", "--models", four, "--memory", TWO, "--cache-tokens", 2048, "--deterministic", forked=False)
 
 
-def engines(server):
-    """Processes of engines, the oldest first: each a child of the thread that started it."""
-    tasks = Path(f"/proc/{server.process.pid}/task").iterdir()
-    children = sorted({p for t in tasks for p in (t / "children").read_text().split()}, key=int)
-    return [int(p) for p in children if b"resource_tracker" not in Path(f"/proc/{p}/cmdline").read_bytes()]
-
-
 def states(server):
     return {m["id"]: m["state"] for m in httpx.get(f"{server.url}/v1/models", timeout=30).json()["data"]}
 
@@ -659,7 +653,7 @@ def test_a_dead_engine_does_not_affect_others(many, four):
     ash = text_of(many, "ash")
     birch = text_of(many, "birch")
     assert ash != birch
-    of_ash = engines(many)[0]
+    of_ash = engines_of(many.process.pid)[0]
     stream = {"model": "ash", "prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{many.url}/v1/completions", json=stream, timeout=60) as answer:
         lines = answer.iter_lines()
@@ -688,7 +682,7 @@ def test_a_dead_engine_does_not_affect_others(many, four):
     assert list(states(many).values()).count("ready") == 2
 
     with socket.create_connection(address) as waits:
-        raw, standby = raw.replace(b"cedar", b"doum"), until(lambda: engines(many)[2:])[-1]
+        raw, standby = raw.replace(b"cedar", b"doum"), until(lambda: engines_of(many.process.pid)[2:])[-1]
         os.kill(standby, signal.SIGSTOP)  # it loads the next one, and would be done before it is killed
         waits.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw)
         until(lambda: states(many)["doum"] == "loading")
@@ -696,7 +690,7 @@ def test_a_dead_engine_does_not_affect_others(many, four):
         assert whole(waits).startswith(b"HTTP/1.1 200")  # it had not read what to load: a new process did
     assert text_of(many, "birch") == birch
 
-    left = engines(many)
+    left = engines_of(many.process.pid)
     many.process.send_signal(signal.SIGKILL)
     many.process.wait(60)
     until(lambda: not any(Path(f"/proc/{p}").exists() for p in left))
@@ -707,7 +701,7 @@ def test_a_server_of_many_reads_its_file_again_and_ends_while_it_loads(four, tmp
     file.write_text(f'default = "one"\n[models.one]\npath = "{four / "ash"}"\n')
     s = start_on(four / "birch", "--config", file, forked=False)
     assert {"birch", "one"} <= set(states(s))
-    of_one = engines(s)[0]
+    of_one = engines_of(s.process.pid)[0]
     file.write_text("nonsense")
     s.process.send_signal(signal.SIGHUP)
     s.said_last("nothing has changed: ")
@@ -717,7 +711,7 @@ def test_a_server_of_many_reads_its_file_again_and_ends_while_it_loads(four, tmp
     assert "one" not in states(s)
     assert s.post("completions", {"model": "one", "prompt": "x"}).status_code == 404
     raw = json.dumps({"model": "two", "prompt": "Once", "max_tokens": 2}).encode()
-    standby = until(lambda: [process for process in engines(s) if process != of_one])[-1]
+    standby = until(lambda: [process for process in engines_of(s.process.pid) if process != of_one])[-1]
     os.kill(standby, signal.SIGSTOP)  # it would have loaded the model before the server ends
     with socket.create_connection(("127.0.0.1", int(s.url.rpartition(":")[2]))) as waits:
         waits.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(raw) + raw)

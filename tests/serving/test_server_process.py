@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from engine_processes import engines_of
 from shallow import shallow
 
 from lowq_cli import main
@@ -176,9 +177,7 @@ def test_an_engine_that_does_not_start_says_why(talk, monkeypatch, capsys):
 
 def engine_of(server):
     """The engine's process of a server's, which has no other."""
-    tasks = Path(f"/proc/{server.process.pid}/task").iterdir()
-    children = [p for t in tasks for p in (t / "children").read_text().split()]
-    (result,) = (int(p) for p in children if b"resource_tracker" not in Path(f"/proc/{p}/cmdline").read_bytes())
+    (result,) = engines_of(server.process.pid)
     return result
 
 

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -74,6 +76,25 @@ def _memory(server):
     """Resident bytes of the server's own process at its largest."""
     status = Path(f"/proc/{server.process.pid}/status").read_text()
     return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
+
+
+def test_the_process_that_renders_starts_while_a_model_with_a_template_is_loaded(talk, tmp_path):
+    """`begin` starts it, once and without waiting; the conversation is rendered by that process."""
+    script = """
+import pathlib, sys
+from lowq_cli.hf import chat_template
+def children():
+    return [p for task in pathlib.Path("/proc/self/task").iterdir() for p in (task / "children").read_text().split()]
+chat_template.begin(sys.argv[1])
+assert not children()
+for _ in range(2):
+    chat_template.begin(sys.argv[2])
+begun = children()
+text = chat_template.render("{{ messages[0].content }}", [{"role": "user", "content": "hi"}], True, {})
+print(len(begun), begun == children(), text)
+"""
+    line = [sys.executable, "-c", script, str(tmp_path), str(talk)]
+    assert subprocess.run(line, capture_output=True, text=True, check=True).stdout == "1 True hi\n"
 
 
 def test_the_limit_is_the_one_that_is_documented():

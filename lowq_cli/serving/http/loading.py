@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lowq_cli import console, hf, state
+from lowq_cli.hf import chat_template
 from lowq_cli.serving.catalog import Offer
 from lowq_cli.serving.engine_process import ApartEngine, DiedIdle, Standby
 from lowq_cli.serving.engine_server import Made
@@ -286,6 +287,7 @@ class LoadingModel:
         self.lent = how["host"] = None if host is None else host.lend(offer.name)
         self.given = make, offer.path, device, how, quiet
         self.starts = starts
+        chat_template.begin(offer.path)
         try:
             self.engine = ApartEngine(*self.given, standby=standby, starts=starts)
         except BaseException:  # such as too many processes or threads
