@@ -141,12 +141,13 @@ def typed(source: Source, out: Parts, key: str, ends: tuple[str, ...], trim: boo
 
 
 def converted(text: str, schema: dict[str, Any]) -> Any:
-    """The value of a text for a schema that allows other types than strings: JSON, a Python literal, or else the text."""
+    """The value of a text for a schema that allows other types than strings: JSON (which has no NaN and no infinity), a Python
+    literal, or else the text."""
     plain = text.strip()
     for read in (json.loads, ast.literal_eval):
         try:
             value = read(plain)
-            json.dumps(value)
+            json.dumps(value, allow_nan=False)
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             continue
         kinds = _kinds(schema)

@@ -125,7 +125,7 @@ def _as_json(text: str) -> str:
     for keyword in call.keywords if isinstance(call, ast.Call) else ():
         try:
             arguments[keyword.arg or ""] = ast.literal_eval(_Words().visit(keyword.value))
-            json.dumps(arguments)
+            json.dumps(arguments, allow_nan=False)
         except (ValueError, TypeError, RecursionError, MemoryError):
             arguments[keyword.arg or ""] = ast.unparse(keyword.value)
     return json.dumps(arguments, ensure_ascii=False)

@@ -16,6 +16,15 @@ from lowq_cli.serving.request import Event, Limits, Stats, check
 END = "</s>"
 
 
+def strict(raw):
+    """The value of a JSON text; a number that is not finite, which most clients' readers refuse, is an error."""
+
+    def refuse(word):
+        raise ValueError(f"{word} is not a number of JSON")
+
+    return json.loads(raw, parse_constant=refuse)
+
+
 def byte_tokenizer(special=(), plain=(), template=None, alphabet=None):
     """Every byte, or character of `alphabet`, is a token; END and what is `special` are left out of texts, `plain` is text."""
     alphabet = sorted(alphabet or pre_tokenizers.ByteLevel.alphabet())
@@ -77,11 +86,13 @@ def opened(served):
 
         def ask(path, body):
             raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-            answer = runner.run(client.post(f"/v1/{path}", content=raw))
+            answer = runner.run(client.post(path if path.startswith("/") else f"/v1/{path}", content=raw))
+            if answer.headers["content-type"] == "application/x-ndjson":
+                return answer.status_code, [strict(line) for line in answer.text.splitlines()]
             if not answer.headers["content-type"].startswith("text/event-stream"):
-                return answer.status_code, answer.json()
-            lines = [line[6:] for line in answer.text.split("\n\n") if line.startswith("data: ")]
-            return answer.status_code, [json.loads(line) for line in lines if line != "[DONE]"]
+                return answer.status_code, strict(answer.text)
+            lines = [line.rpartition("data: ")[2] for line in answer.text.split("\n\n") if "data: " in line]
+            return answer.status_code, [strict(line) for line in lines if line != "[DONE]"]
 
         yield ask
         runner.run(client.aclose())

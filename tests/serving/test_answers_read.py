@@ -1,11 +1,13 @@
 """Thoughts, text and calls out of what models write, family by family, however the text is cut into pieces."""
 
 import json
+import math
 import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from saying import strict
 
 from lowq_cli.output import braces, elements, harmony, headed_json, pairs, python_calls, tagged_json
 from lowq_cli.output.dialects import MARKS, Ways, ways_of
@@ -13,10 +15,15 @@ from lowq_cli.output.parts import Offered, joined
 from lowq_cli.output.read import Reader
 from lowq_cli.output.thoughts import THOUGHT_MARKS
 
-SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}, "n": {"type": "integer"}, "l": {"type": "array"}}}
+KINDS = {"x": "string", "n": "integer", "l": "array", "r": "number", "o": "object"}
+PROPERTIES = {**{name: {"type": kind} for name, kind in KINDS.items()}, "u": {"anyOf": [{"type": "number"}, {"type": "null"}]}}
+SCHEMA = {"type": "object", "properties": PROPERTIES}
 OFFERED = Offered({"f": SCHEMA, "get.it-2": {}, "g": SCHEMA})
 TEXTS = st.text(st.sampled_from("ab\"\\é😀\n {}[],:='"), max_size=8)
-ARGUMENTS = st.fixed_dictionaries({}, optional={"x": TEXTS, "n": st.integers(-9, 99), "l": st.lists(TEXTS, max_size=2)})
+NUMBERS = st.one_of(st.integers(-9, 99), st.floats(allow_nan=False, allow_infinity=False))
+OPTIONAL = {"x": TEXTS, "n": st.integers(-9, 99), "l": st.lists(TEXTS, max_size=2), "r": NUMBERS}
+OPTIONAL |= {"o": st.dictionaries(st.sampled_from("ab"), st.one_of(TEXTS, NUMBERS), max_size=2), "u": st.none() | NUMBERS}
+ARGUMENTS = st.fixed_dictionaries({}, optional=OPTIONAL)
 CALLS = st.tuples(st.sampled_from(list(OFFERED.functions)), ARGUMENTS)
 
 
@@ -54,10 +61,12 @@ def braces_of(b):
     def text(value):
         if isinstance(value, str):
             return f"{b.quote}{value}{b.quote}"
+        if isinstance(value, dict):
+            return f"{{{','.join(f'{k}:{text(v)}' for k, v in value.items())}}}"
         return f"[{','.join(map(text, value))}]" if isinstance(value, list) else as_json(value)
 
     def one(name, arguments):
-        return f"{b.open}call:{name}{{{','.join(f'{k}:{text(v)}' for k, v in arguments.items())}}}{b.close}"
+        return f"{b.open}call:{name}{text(arguments)}{b.close}"
 
     return lambda calls: "".join(one(*c) for c in calls)
 
@@ -150,7 +159,7 @@ def calls_in(parts):
             result.append([text, ""])
         elif kind == "arguments":
             result[index][1] += text
-    return [(name, json.loads(arguments)) for name, arguments in result]
+    return [(name, strict(arguments)) for name, arguments in result]
 
 
 def text_in(parts, kind="text"):
@@ -180,6 +189,25 @@ def test_calls_are_read_as_they_were_written_however_they_are_cut(name, calls, b
         assert result == n
         assert a is None or arguments == a
     assert text_in(parts).strip() == ("" if name in FIRST else before)
+
+
+NOT_FINITE = st.sampled_from([math.nan, math.inf, -math.inf])
+TYPED = [name for name in WRITTEN if name.split()[0] in ("elements", "glm", "longcat", "gemma", "function", "lfm", "olmo")]
+
+
+@pytest.mark.parametrize("huge", ["1e999", "Infinity"])
+@pytest.mark.parametrize("name", [*TYPED, "llama 4"])
+@settings(max_examples=15, deadline=None)
+@given(key=st.sampled_from("nrlou"), number=NOT_FINITE, seed=st.integers(0, 999))
+def test_a_number_that_json_lacks_is_the_text_that_the_model_wrote(name, huge, key, number, seed):
+    """In syntaxes of which the JSON is ours; where the model writes the JSON, clients get it as it is."""
+    way, written = WRITTEN[name]
+    value = {"l": [1, number], "o": {"a": number}}.get(key, number)
+    text = written([("f", {key: value, "x": "a"})]).replace("Infinity", huge).replace("inf", huge)
+    ((_, arguments),) = calls_in(read(Ways(way, None), text, random.Random(seed)))
+    assert arguments["x"] == "a"
+    shown = str(arguments[key])
+    assert any(word in shown for word in ("NaN", "nan", "Infinity", "1e999", "1e309")), shown
 
 
 GARBLED = ["", "}", '"', "<", ">", "\n", "[", "{", "null", "name", "f", " ", "call:f{", "to=f", "function"]

@@ -4,13 +4,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from lowq_cli.output.parts import Part
-from lowq_cli.serving.dialects.completions import DONE, Around
+from lowq_cli.serving.dialects.completions import DONE, LEAST, Around
 from lowq_cli.serving.http import fields
 from lowq_cli.serving.http.answers import Answer, event
 from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.http.text import Piece
-
-LEAST = -9999.0  # lowest log-probability in a response: JSON has no -inf
 
 
 class Chat:

@@ -9,6 +9,7 @@ from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.http.text import Piece
 
 DONE = b"data: [DONE]\n\n"
+LEAST = -9999.0  # lowest log-probability in a response: JSON has no -inf
 Logprobs = dict[str, list[Any]]
 
 
@@ -102,7 +103,8 @@ def _of_prompt(answer: Answer, index: int) -> Logprobs | None:
         text = answer.names.of(token)[0]
         logprob, top = echoed.likelihoods[i - 1] if i else (None, ())
         likeliest = None if logprob is None else _likeliest(answer, text, logprob, top)
-        row = {"tokens": text, "token_logprobs": logprob, "top_logprobs": likeliest, "text_offset": echoed.places[i]}
+        shown = None if logprob is None else max(logprob, LEAST)
+        row = {"tokens": text, "token_logprobs": shown, "top_logprobs": likeliest, "text_offset": echoed.places[i]}
         _add(table, {name: [v] for name, v in row.items()})
     return table
 
@@ -113,17 +115,17 @@ def _logprobs(answer: Answer, index: int, piece: Piece) -> Logprobs | None:
     for token, logprob, top, at in piece.logprobs if table is not None else ():
         text = answer.names.of(token)[0]
         likeliest = _likeliest(answer, text, logprob, top)
-        row = {"tokens": text, "token_logprobs": logprob, "top_logprobs": likeliest}
+        row = {"tokens": text, "token_logprobs": max(logprob, LEAST), "top_logprobs": likeliest}
         _add(table, {name: [v] for name, v in row.items()} | {"text_offset": [len(answer.echoes[index]) + at]})
     return table
 
 
 def _likeliest(answer: Answer, text: str, logprob: float, top: Iterable[tuple[int, float]]) -> dict[str, float]:
     """Text -> log-probability of a token and its alternatives; the highest value if alternatives have the same text."""
-    by_text = {text: logprob}
+    by_text = {text: max(logprob, LEAST)}
     for token, value in top:
         name = answer.names.of(token)[0]
-        by_text[name] = max(value, by_text.get(name, value))
+        by_text[name] = max(value, by_text.get(name, LEAST))
     return by_text
 
 

@@ -13,12 +13,17 @@ from lowq_cli.serving.http.text import Names, Piece, Writer
 from lowq_cli.serving.request import Likelihood
 
 UNANSWERED = {"error": (500, "server_error"), "refused": (400, "invalid_request_error"), "cancelled": (503, "server_error")}
-JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # json.dumps would make an encoder for every token
+JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))  # json.dumps would make one for every token
 
 
 def encoded(value: object) -> bytes:
-    """JSON as bytes; half a surrogate pair, which may come from the client, becomes a question mark."""
-    return JSON.encode(value).encode("utf-8", "replace")
+    """JSON as bytes. Half a surrogate pair becomes a question mark, a number that is not finite null: both may come from the
+    client or the model, and JSON cannot represent them."""
+    try:
+        text = JSON.encode(value)
+    except ValueError:
+        text = JSON.encode(json.loads(json.dumps(value), parse_constant=lambda word: None))
+    return text.encode("utf-8", "replace")
 
 
 class Gone(Exception):  # not an error: there is no client to report it to
