@@ -11,15 +11,15 @@ if TYPE_CHECKING:
 
 
 def parts(pieces: Iterable[str], marks: Any) -> "Iterator[Part]":
-    """Split pieces of an answer into thoughts and text. marks: from `output.dialects.marks`, None if the model has none."""
-    from lowq_cli.output.dialects import ways_by  # 50 ms, for which an answer without thoughts does not wait
+    """Split pieces of an answer into thoughts and text. marks: from `output.syntaxes.marks`, None if the model has none."""
     from lowq_cli.output.parts import Offered, Part
     from lowq_cli.output.read import Reader
+    from lowq_cli.output.syntaxes import syntax_by  # 50 ms, for which an answer without thoughts does not wait
 
     if marks is None:
         yield from (Part("text", piece) for piece in pieces)
         return
-    reader = Reader(ways_by(marks["by"]), Offered(), marks["inside"])
+    reader = Reader(syntax_by(marks["by"]), Offered(), marks["inside"])
     for piece in pieces:
         yield from reader.push(piece)
     yield from reader.push("", ended=True)

@@ -12,7 +12,7 @@ from lowq_cli.engine.rope import reach
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.stopping import check
 from lowq_cli.engine.stream import Decoder, Generation
-from lowq_cli.output.dialects import marks, switches, ways_of
+from lowq_cli.output.syntaxes import marks, switches, syntax_of
 from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
 from lowq_packers.lazy import torch
 
@@ -132,11 +132,11 @@ def _pictures(model: Any, images: Sequence[Sequence[Any]], prompts: int) -> list
 
 
 def marks_of(tokenizer: Any, prompt: Sequence[int]) -> dict[str, Any] | None:
-    """The markers of thoughts in an answer (`output.dialects.marks`), and under "shown" the special tokens among them."""
-    ways = ways_of(_template(tokenizer), getattr(tokenizer, "added_tokens", dict)())
-    end = tokenizer.decode(list(prompt[-LAST:]), skip_special_tokens=False) if ways.thoughts or ways.channels else ""
-    marking = marks(ways, end)
-    return marking and {**marking, "shown": shown_tokens(tokenizer, ways.tags(False))}
+    """The markers of thoughts in an answer (`output.syntaxes.marks`), and under "shown" the special tokens among them."""
+    syntax = syntax_of(_template(tokenizer), getattr(tokenizer, "added_tokens", dict)())
+    end = tokenizer.decode(list(prompt[-LAST:]), skip_special_tokens=False) if syntax.thoughts or syntax.channels else ""
+    marking = marks(syntax, end)
+    return marking and {**marking, "shown": shown_tokens(tokenizer, syntax.tags(False))}
 
 
 def _template(tokenizer: Any) -> str:
@@ -198,7 +198,7 @@ def encode_messages(
         template = _template(tokenizer)
         how: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False, "return_dict": False}
         text = tokenizer.apply_chat_template(messages, **how, **switches(template, think, None))
-        text = ways_of(template, getattr(tokenizer, "added_tokens", dict)()).begun(text, think)
+        text = syntax_of(template, getattr(tokenizer, "added_tokens", dict)()).begun(text, think)
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not shown[1]:
         return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False))

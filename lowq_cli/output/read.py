@@ -1,29 +1,29 @@
 """Turns the text of one answer into parts."""
 
 from lowq_cli.output import bare_json
-from lowq_cli.output.dialects import Ways
 from lowq_cli.output.parts import Offered, Part, Parts
 from lowq_cli.output.source import Source, Wait
+from lowq_cli.output.syntaxes import Syntax
 
 
 class Reader:
     """The reader of one answer.
 
     Args:
-        ways: the model's syntax. offered: the functions it may call. inside: whether the prompt ended inside thoughts.
+        syntax: the model's syntax. offered: the functions it may call. inside: whether the prompt ended inside thoughts.
     """
 
-    def __init__(self, ways: Ways, offered: Offered, inside: bool = False) -> None:
-        self.ways, self.offered = ways, offered
+    def __init__(self, syntax: Syntax, offered: Offered, inside: bool = False) -> None:
+        self.syntax, self.offered = syntax, offered
         self.source, self.out = Source(), Parts(offered)
-        self.tags = ways.tags(bool(offered.functions))
+        self.tags = syntax.tags(bool(offered.functions))
         self._run = self._read(inside)
         next(self._run, None)
 
     @property
     def thinks(self) -> bool:
         """Whether the model has a separate section for thoughts."""
-        return self.ways.thinks
+        return self.syntax.thinks
 
     @property
     def thinking(self) -> bool:
@@ -47,15 +47,15 @@ class Reader:
         return self.out.take()
 
     def _read(self, inside: bool) -> Wait[None]:
-        source, out, ways = self.source, self.out, self.ways
+        source, out, syntax = self.source, self.out, self.syntax
         offers = bool(self.offered.functions)
-        calls = ways.calls if offers or ways.channels else None
+        calls = syntax.calls if offers or syntax.channels else None
         begun = False
         while not source.over:
-            if ways.thoughts is not None:
-                yield from ways.thoughts.read(source, out, inside, calls.openers if calls else ())
+            if syntax.thoughts is not None:
+                yield from syntax.thoughts.read(source, out, inside, calls.openers if calls else ())
             inside = False
-            if offers and not begun and not ways.channels:
+            if offers and not begun and not syntax.channels:
                 yield from bare_json.read(source, out)
             begun = True
             if calls is not None:

@@ -124,7 +124,7 @@ def test_an_answer_imports_no_command_line(lowq, tmp_path):
     assert "2 new tokens at 100.0/s (--max-new-tokens); by the running server (process 1)" in done.stderr
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     assert {"lowq_cli.start", "lowq_cli.running"} <= imported
-    assert not imported & {"typer", "pydantic", "torch", "lowq_cli.commands", "lowq_cli.main", "lowq_cli.output.dialects"}
+    assert not imported & {"typer", "pydantic", "torch", "lowq_cli.commands", "lowq_cli.main", "lowq_cli.output.syntaxes"}
 
 
 def test_an_answer_that_breaks_off_is_reported_once(lowq, tmp_path):

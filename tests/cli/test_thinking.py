@@ -13,7 +13,7 @@ from lowq_cli.engine.conversation import Conversation
 from lowq_cli.engine.open_model import ready
 from lowq_cli.engine.prompts import encode, marks_of
 from lowq_cli.files.source import DEMO
-from lowq_cli.output.dialects import marks, ways_by, ways_of
+from lowq_cli.output.syntaxes import marks, syntax_by, syntax_of
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<think>\n{% endif %}"
 
@@ -29,10 +29,10 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("mark", ["<think>", "[THINK]", "<|channel>thought", "<|channel|>"])
 def test_marks_go_to_another_process_as_data(mark):
-    ways = ways_by(mark)
-    assert marks(ways, "x")["by"] == mark
-    assert json.loads(json.dumps(marks(ways, f"x{mark}"))) == marks(ways, f"x{mark}")
-    assert marks(ways_of("plain", {}), "x") is None
+    syntax = syntax_by(mark)
+    assert marks(syntax, "x")["by"] == mark
+    assert json.loads(json.dumps(marks(syntax, f"x{mark}"))) == marks(syntax, f"x{mark}")
+    assert marks(syntax_of("plain", {}), "x") is None
 
 
 class Terminal(io.StringIO):

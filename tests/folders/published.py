@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "families"))
-from dialects import TEMPLATES
+from chat_templates import TEMPLATES
 
 GONE = object()
 VOCAB, LENGTH = 704, 2048
@@ -30,7 +30,7 @@ class Family:
 
     config: facts over the tiny sizes of `model_type`. vocabulary: a kind of vocabularies.py; special, plain: added tokens.
     writes_bos: the tokenizer begins texts with it. tokenizer, generation: tokenizer_config.json and generation_config.json (None:
-    no such file). template: of dialects.py, or several by name; kept: the file it is in. shards: of SHARDS. text: the facts of
+    no such file). template: of chat_templates.py, or several by name; kept: the file it is in. shards: of SHARDS. text: the facts of
     text_config. extra: other files. model: the class's Auto kind. cache_tokens: of the server, which turns texts by its longest.
     """
 

@@ -12,7 +12,7 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
-from dialects import TEMPLATES
+from chat_templates import TEMPLATES
 from encoding import COMPRESSED, MODELOPT, fp8, int4, quantize, rows8
 from making import write
 from published import FAMILIES

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from saying import strict
 
-from lowq_cli.output import braces, elements, harmony, headed_json, pairs, python_calls, tagged_json
-from lowq_cli.output.dialects import MARKS, Ways, ways_of
+from lowq_cli.output import braces, elements, harmony, headed_json, key_values, python_calls, tagged_json
 from lowq_cli.output.parts import Offered, joined
 from lowq_cli.output.read import Reader
+from lowq_cli.output.syntaxes import MARKS, Syntax, syntax_of
 from lowq_cli.output.thoughts import THOUGHT_MARKS
 
 KINDS = {"x": "string", "n": "integer", "l": "array", "r": "number", "o": "object"}
@@ -45,7 +45,7 @@ def elements_of(e):
     return written
 
 
-def pairs_of(p):
+def key_values_of(p):
     open_, close, key, key_end, value, value_end = p.tags
 
     def one(name, arguments):
@@ -117,8 +117,8 @@ WRITTEN = {
         f"elements {e.section}": (e, elements_of(e))
         for e in (elements.QWEN, elements.SEED, elements.MINIMAX, elements.DEEPSEEK)
     },
-    "glm": (pairs.GLM, pairs_of(pairs.GLM)),
-    "longcat": (pairs.LONGCAT, pairs_of(pairs.LONGCAT)),
+    "glm": (key_values.GLM, key_values_of(key_values.GLM)),
+    "longcat": (key_values.LONGCAT, key_values_of(key_values.LONGCAT)),
     "deepseek": (headed_json.DEEPSEEK, headed_of(headed_json.DEEPSEEK)),
     "deepseek, older": (headed_json.DEEPSEEK, deepseek_old),
     "kimi": (headed_json.KIMI, headed_of(headed_json.KIMI)),
@@ -135,7 +135,7 @@ WRITTEN = {
     "llama 3": (None, lambda calls: "; ".join(as_json({"name": n, "parameters": a}) for n, a in calls)),
     "harmony": (harmony.HARMONY, harmony_of),
 }
-FIRST = ("llama 3", "llama 4", "harmony")  # dialects whose answers begin with calls, or separate them by channels
+FIRST = ("llama 3", "llama 4", "harmony")  # syntaxes whose answers begin with calls, or separate them by channels
 
 
 def pieces(text, rng):
@@ -143,8 +143,8 @@ def pieces(text, rng):
     return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-def read(ways, text, rng=None, offered=OFFERED, inside=False, cut=False):
-    reader, result = Reader(ways, offered, inside), []
+def read(syntax, text, rng=None, offered=OFFERED, inside=False, cut=False):
+    reader, result = Reader(syntax, offered, inside), []
     parts = list(text) if rng is None else pieces(text, rng)
     for i, piece in enumerate(parts):
         result += reader.push(piece, i + 1 == len(parts), cut and i + 1 == len(parts))
@@ -167,7 +167,7 @@ def text_in(parts, kind="text"):
 
 
 def writable(name, calls):
-    """Whether the family's marks can hold these arguments: texts in elements have no newline at an end, pairs no blank name."""
+    """Whether the syntax can hold these arguments: texts in elements have no newline at an end, Python names no dots."""
     if name.startswith("elements"):
         return all(not (v.startswith("\n") or v.endswith("\n")) for _, a in calls for v in a.values() if isinstance(v, str))
     return not (name in ("lfm", "olmo", "llama 4") and any(n == "get.it-2" for n, _ in calls))
@@ -183,7 +183,7 @@ def test_calls_are_read_as_they_were_written_however_they_are_cut(name, calls, b
     if not writable(name, calls):
         return
     text = ("" if name in FIRST else before) + written(calls)
-    parts = read(Ways(way, None), text, random.Random(seed))
+    parts = read(Syntax(way, None), text, random.Random(seed))
     typed = [(n, a if n != "get.it-2" or name.split()[0] not in ("elements", "glm", "longcat") else None) for n, a in calls]
     for (result, arguments), (n, a) in zip(calls_in(parts), typed, strict=True):
         assert result == n
@@ -204,7 +204,7 @@ def test_a_number_that_json_lacks_is_the_text_that_the_model_wrote(name, huge, k
     way, written = WRITTEN[name]
     value = {"l": [1, number], "o": {"a": number}}.get(key, number)
     text = written([("f", {key: value, "x": "a"})]).replace("Infinity", huge).replace("inf", huge)
-    ((_, arguments),) = calls_in(read(Ways(way, None), text, random.Random(seed)))
+    ((_, arguments),) = calls_in(read(Syntax(way, None), text, random.Random(seed)))
     assert arguments["x"] == "a"
     shown = str(arguments[key])
     assert any(word in shown for word in ("NaN", "nan", "Infinity", "1e999", "1e309")), shown
@@ -224,10 +224,10 @@ def test_any_text_gives_the_same_parts_however_it_is_cut(name, data, seed, cut, 
     section = data.draw(st.sampled_from(THOUGHT_MARKS))
     texts = st.one_of(st.sampled_from([whole, whole[: at[0]], whole[at[0] :], whole[at[0] : at[1]]]), st.sampled_from(GARBLED))
     text = "".join(data.draw(st.lists(st.one_of(texts, st.sampled_from([section.open, section.close])), max_size=6)))
-    ways = Ways(way, None if way is harmony.HARMONY else section)
-    one = read(ways, text, None, inside=inside, cut=cut)
-    assert one == read(ways, text, random.Random(seed), inside=inside, cut=cut)
-    assert one == read(ways, text, random.Random(seed + 1), inside=inside, cut=cut)
+    syntax = Syntax(way, None if way is harmony.HARMONY else section)
+    one = read(syntax, text, None, inside=inside, cut=cut)
+    assert one == read(syntax, text, random.Random(seed), inside=inside, cut=cut)
+    assert one == read(syntax, text, random.Random(seed + 1), inside=inside, cut=cut)
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -238,9 +238,9 @@ def test_events_of_a_truncated_text_are_a_prefix_of_those_of_the_whole(name, cal
     way, written = WRITTEN[name]
     text = written(calls)
     kept = data.draw(st.integers(1, len(text)))
-    reader = Reader(Ways(way, None), OFFERED)
+    reader = Reader(Syntax(way, None), OFFERED)
     sure = [(p.kind, p.text, p.index) for p in joined(reader.push(text[:kept]))]
-    whole = read(Ways(way, None), text)
+    whole = read(Syntax(way, None), text)
     assert len(sure) <= len(whole)
     for i, (kind, output, index) in enumerate(sure):
         assert (kind, index) == (whole[i][0], whole[i][2])
@@ -257,42 +257,42 @@ def test_events_of_a_truncated_text_are_a_prefix_of_those_of_the_whole(name, cal
 )
 def test_thoughts_stand_apart_from_the_answer(section, thought, said, seed, inside):
     text = ("" if inside else section.open) + f"\n{thought}\n{section.close}\n\n{said}"
-    parts = read(Ways(None, section), text, random.Random(seed), Offered(), inside)
+    parts = read(Syntax(None, section), text, random.Random(seed), Offered(), inside)
     assert (text_in(parts, "thought"), text_in(parts)) == (thought.strip(), said.lstrip())
 
 
 def test_thoughts_that_no_answer_follows_are_all_there_is():
-    assert read(Ways(None, THOUGHT_MARKS[0]), "so and", inside=True, cut=True) == [("thought", "so and", 0)]
+    assert read(Syntax(None, THOUGHT_MARKS[0]), "so and", inside=True, cut=True) == [("thought", "so and", 0)]
 
 
 def test_an_opener_in_the_midst_of_an_answer_is_text():
     text = "The tag <think> opens a thought, </think> ends it."
-    assert read(Ways(None, THOUGHT_MARKS[0]), text) == [("text", text, 0)]
+    assert read(Syntax(None, THOUGHT_MARKS[0]), text) == [("text", text, 0)]
 
 
 def test_a_call_ends_thoughts_that_nothing_closed():
     text = 'hm <tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
-    parts = read(Ways(tagged_json.HERMES, THOUGHT_MARKS[0]), text, inside=True)
+    parts = read(Syntax(tagged_json.HERMES, THOUGHT_MARKS[0]), text, inside=True)
     assert parts == [("thought", "hm", 0), ("call", "f", 0), ("arguments", "{}", 0)]
 
 
 def test_channels_are_thought_answer_and_notes_between():
     text = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
     text += "<|start|>assistant<|channel|>final<|message|>Hello<|return|>"
-    assert read(Ways(harmony.HARMONY, None), text) == [("thought", "hm", 0), ("text", "I look.Hello", 0)]
-    assert read(Ways(harmony.HARMONY, None), "no head") == [("text", "no head", 0)]
+    assert read(Syntax(harmony.HARMONY, None), text) == [("thought", "hm", 0), ("text", "I look.Hello", 0)]
+    assert read(Syntax(harmony.HARMONY, None), "no head") == [("text", "no head", 0)]
 
 
 def test_a_function_that_is_not_offered_is_text():
     for name, (way, written) in WRITTEN.items():
         text = written([("f", {"x": "a"})])
         if name != "harmony":  # whose marks are no text
-            assert text_in(read(Ways(way, None), text, offered=Offered({"other": {}}))) == text
+            assert text_in(read(Syntax(way, None), text, offered=Offered({"other": {}}))) == text
 
 
-def test_every_way_is_found_by_its_marks():
-    for marks, way in MARKS:
-        assert ways_of(" ".join(marks), {}).calls is way
-    assert ways_of("plain", {}) == Ways(None, None)
-    assert ways_of("plain", {"<think>": 1, "</think>": 2}).thoughts is THOUGHT_MARKS[0]
-    assert ways_of("{{ x.split('</think>')[-1] }}", {}).thoughts is THOUGHT_MARKS[0]
+def test_every_syntax_is_found_by_its_marks():
+    for marks, calls in MARKS:
+        assert syntax_of(" ".join(marks), {}).calls is calls
+    assert syntax_of("plain", {}) == Syntax(None, None)
+    assert syntax_of("plain", {"<think>": 1, "</think>": 2}).thoughts is THOUGHT_MARKS[0]
+    assert syntax_of("{{ x.split('</think>')[-1] }}", {}).thoughts is THOUGHT_MARKS[0]

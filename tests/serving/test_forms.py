@@ -1,13 +1,13 @@
-"""Answers in a form and calls of tools, by OpenAI's client; and calls read out of text as models write it."""
+"""Answers in a form and calls of tools, by OpenAI's client; and calls read out of text (Hermes; other syntaxes: test_answers_read.py)."""
 
 import json
 
 import pytest
 from saying import byte_tokenizer
 
-from lowq_cli.output.dialects import ways_of
 from lowq_cli.output.parts import joined
 from lowq_cli.output.read import Reader
+from lowq_cli.output.syntaxes import syntax_of
 from lowq_cli.serving.http.grammar import Grammars
 from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.http.tools import Tools
@@ -183,7 +183,7 @@ TEXTS = [
     ("{ not JSON", "{ not JSON", 0),
     ("[" * 9999, "[" * 9999, 0),
 ]
-HERMES = ways_of("<tool_call>", {})
+HERMES = syntax_of("<tool_call>", {})
 
 
 def pushed(text, tools, size=1000):

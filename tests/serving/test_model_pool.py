@@ -423,7 +423,7 @@ def test_a_model_that_has_left_is_freed(how):
         await pool.start(lambda n, of: None)
         async with pool.lease("a") as model:
             left = [weakref.ref(x) for x in (model, model.engine, model.tokenizer, model.hub, model.grammars)]
-            model.ways("")
+            model.syntax("")
         del model
         if how == "died":
             pool.places["a"].model.engine.closed = "killed by signal 9"

@@ -20,8 +20,8 @@ from starlette.types import ASGIApp
 from lowq_cli.calibrate.texts import check_ids
 from lowq_cli.engine.prompts import encode
 from lowq_cli.hf.pictures import Packed, check_typed, expanded
-from lowq_cli.output.dialects import Ways
 from lowq_cli.output.read import Reader
+from lowq_cli.output.syntaxes import Syntax
 from lowq_cli.serving.dialects import embeddings, ollama, rerank, tokens
 from lowq_cli.serving.dialects.chat import Chat
 from lowq_cli.serving.dialects.completions import Completions
@@ -380,7 +380,7 @@ class Endpoints:
         if rules is not None:
             mask = partial(model.grammars.mask, rules.recipe)
         settings = {"seed": randbits(62), **params.drawn(model.draw), "logprobs": params.logprobs}
-        reads = bool(offered.given) or place.ways.thinks  # otherwise an answer is plain text
+        reads = bool(offered.given) or place.syntax.thinks  # otherwise an answer is plain text
         requests, writers, echoes = [], [], []
         for i in range(n):
             ids = tuple(prompts[i // params.n])
@@ -388,7 +388,7 @@ class Endpoints:
             most = min((room if chat else COMPLETION_TOKENS) if most is None else most, room)
             draw = Draw(**settings | {"seed": (settings["seed"] + i % params.n) % (1 << 63)})
             requests.append(Request(ids, most, stop_ids, draw, mask and mask(), client, pictures=pictures, adapter=adapter))
-            reader = Reader(place.ways, offered.offered, place.inside) if chat and reads else None
+            reader = Reader(place.syntax, offered.offered, place.inside) if chat and reads else None
             special = params.get("skip_special_tokens") is False
             writers.append(Writer(model.tokenizer, ids, texts, stop_ids, reader, special))
             echoes.append(self._echo(model, params, i // params.n, ids))
@@ -465,15 +465,15 @@ class Endpoints:
         def work() -> tuple[list[list[int]], tools.Place]:
             if params.chat:
                 template = template_of(model.tokenizer, bool(offered.given))
-                ways = model.ways(template)
+                syntax = model.syntax(template)
                 if pictures and model.pictures is not None:
                     check_typed(params.get("messages"), model.pictures.images, model.tokenizer.spelling)
-                text = prompt_text(model.tokenizer, params, offered.given, ways)
+                text = prompt_text(model.tokenizer, params, offered.given, syntax)
                 if pictures and model.pictures is not None:
                     text = expanded(text, pictures, model.pictures.images, model.tokenizer.spelling)
                 ids = model.tokenizer(text, add_special_tokens=False)["input_ids"]
-                return [list(ids)], tools.Place(ways, template, model.added, ways.inside(text), params.think)
-            return _encoded(model, params.get("prompt")), tools.Place(Ways(None, None), "", model.added)
+                return [list(ids)], tools.Place(syntax, template, model.added, syntax.inside(text), params.think)
+            return _encoded(model, params.get("prompt")), tools.Place(Syntax(None, None), "", model.added)
 
         aside = params.chat or sum(map(len, texts)) > LONG
         return *(await asyncio.to_thread(work) if aside else work()), pictures

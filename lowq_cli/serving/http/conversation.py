@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from lowq_cli.engine.tokenizer import LoadedTokenizer
-from lowq_cli.output.dialects import Ways, switches
+from lowq_cli.output.syntaxes import Syntax, switches
 from lowq_cli.serving.http.fields import Params, items, shown, table, text
 from lowq_cli.serving.http.refusal import Refusal, wrong
 from lowq_packers.errors import LowqError, UnsupportedError, is_no_refusal, one_line
@@ -27,7 +27,7 @@ def template_of(tokenizer: LoadedTokenizer, tools: bool) -> str:
     return template
 
 
-def prompt_text(tokenizer: LoadedTokenizer, params: Params, tools: list[dict[str, Any]], ways: Ways) -> str:
+def prompt_text(tokenizer: LoadedTokenizer, params: Params, tools: list[dict[str, Any]], syntax: Syntax) -> str:
     """The rendered prompt, up to the answer. Raises Refusal for messages that are invalid or refused by the template."""
     template = template_of(tokenizer, bool(tools))
     messages = [_message(f"messages[{i}]", m) for i, m in enumerate(params.get("messages"))]
@@ -50,7 +50,7 @@ def prompt_text(tokenizer: LoadedTokenizer, params: Params, tools: list[dict[str
             raise
         why = f"the model's chat template refuses these messages: {one_line(e)}"
         raise Refusal(400, why, param="messages") from e
-    return ways.begun(text, params.think)
+    return syntax.begun(text, params.think)
 
 
 def shorten_ids(messages: list[dict[str, Any]]) -> None:

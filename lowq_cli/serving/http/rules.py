@@ -7,9 +7,9 @@ from typing import Any
 
 from lowq_cli.engine.detokenize import Detokenizer, shown_tokens
 from lowq_cli.engine.tokenizer import LoadedTokenizer
-from lowq_cli.output.dialects import ways_of
 from lowq_cli.output.parts import Offered
 from lowq_cli.output.read import Reader
+from lowq_cli.output.syntaxes import syntax_of
 from lowq_cli.serving.request import Mask, Words, allow
 
 PREFIX = "rules "  # begins the recipe of such a mask
@@ -54,10 +54,10 @@ class Following:
         self.made = self.thought = 0
         self.next: list[int] = []  # forced next tokens, in order
         if rules.thinking is not None:
-            ways = ways_of(tokenizer.template(rules.tools), tokenizer.added_tokens())
-            self.reader = Reader(ways, Offered(), rules.inside)
+            syntax = syntax_of(tokenizer.template(rules.tools), tokenizer.added_tokens())
+            self.reader = Reader(syntax, Offered(), rules.inside)
             self.text = Detokenizer(tokenizer, [], shown_tokens(tokenizer, self.reader.tags))
-            self.close: list[int] = tokenizer(ways.end_of_thoughts, add_special_tokens=False)["input_ids"]
+            self.close: list[int] = tokenizer(syntax.end_of_thoughts, add_special_tokens=False)["input_ids"]
 
     def fill(self, words: Words) -> None:
         """Write the allowed next tokens into `words`."""

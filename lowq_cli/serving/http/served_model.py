@@ -9,7 +9,7 @@ from typing import Any
 from lowq_cli import state
 from lowq_cli.engine.model_record import file_facts
 from lowq_cli.engine.tokenizer import LoadedTokenizer
-from lowq_cli.output.dialects import ways_of
+from lowq_cli.output.syntaxes import syntax_of
 from lowq_cli.serving.http.dispatcher import Hub
 from lowq_cli.serving.http.fields import shown
 from lowq_cli.serving.http.grammar import Grammars
@@ -93,7 +93,7 @@ class ServedModel:
         self.hub, self.pictures = Hub(engine), pictures
         self.end: Callable[[bool], None] = end or (lambda keep: engine.stop(0))
         self.names, self.added = Names(tokenizer), tokenizer.added_tokens()
-        self.ways = lru_cache(lambda template: ways_of(template, self.added))  # template -> how the model writes calls
+        self.syntax = lru_cache(lambda template: syntax_of(template, self.added))  # template -> how the model writes calls
         self.grammars = Grammars(tokenizer, stop_ids, engine.vocabulary)
 
     @cached_property
@@ -123,8 +123,8 @@ class ServedModel:
         """The model's part of its entry in /v1/models."""
         template = str(self.tokenizer.chat_template or "")
         features = ["completions", *["chat"] * bool(template), *["tools"] * ("tools" in template)]
-        ways = self.ways(template)
-        features += ["thinking"] * (ways.thoughts is not None or ways.channels)
+        syntax = self.syntax(template)
+        features += ["thinking"] * (syntax.thoughts is not None or syntax.channels)
         features += ["images"] * (self.pictures is not None)
         more = {"max_model_len": self.engine.limits.longest, "chat": bool(template), "features": features}
         return {**more, "sampling": self.draw, "engine": self.engine.name}

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lowq_cli.engine.tokenizer import Added
-from lowq_cli.output.dialects import Ways
 from lowq_cli.output.parts import Offered
 from lowq_cli.output.source import ARGUMENTS, NAME, OBJECT
+from lowq_cli.output.syntaxes import Syntax
 from lowq_cli.output.thoughts import Thoughts
 from lowq_cli.serving.http.fields import Params, shown, table, text
 from lowq_cli.serving.http.grammar import SPACED, Grammars, answer_form
@@ -69,10 +69,10 @@ def _tool(name: str, given: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Place:
-    """The state at which an answer begins. ways: the model's syntax. inside: whether it begins inside thoughts. think: whether
+    """The state at which an answer begins. syntax: the model's. inside: whether it begins inside thoughts. think: whether
     it may have thoughts. template: the chat template. added: tokens that were added to the vocabulary."""
 
-    ways: Ways
+    syntax: Syntax
     template: str
     added: Mapping[str, Added]
     inside: bool = False
@@ -90,7 +90,7 @@ def form(params: Params, tools: Tools, place: Place, grammars: Grammars) -> Call
         raise wrong(
             "response_format", "says how an answer in text looks, and tool_choice forces a call of a tool; leave one out"
         )
-    thoughts = None if place.think is False and not place.inside else place.ways.thoughts
+    thoughts = None if place.think is False and not place.inside else place.syntax.thoughts
     if answer_mask is None and not tools.forced:
         return None
     if not tools.given and answer_mask is not None and thoughts is None and answer_mask.schema is not None:
@@ -134,12 +134,12 @@ def _literal(text: str, added: Mapping[str, Added]) -> str:
 def _call(tools: Tools, place: Place) -> str:
     """The rules for a call of one of the allowed tools, in the model's own syntax or as JSON."""
     functions = [t["function"] for t in tools.given if tools.choice in ("auto", "required", t["function"]["name"])]
-    written = place.ways.calls.form if place.ways.calls else ()
+    written = place.syntax.calls.form if place.syntax.calls else ()
     if not all(part in place.template or part in place.added for part in written if part.strip() and part[0] in "<["):
         written = ()
     if OBJECT in written or not written:
         whole = " ".join("object" if p == OBJECT else _literal(p, place.added) for p in written if p) or "object"
-        key = "parameters" if place.ways.calls is None and '"parameters"' in place.template else "arguments"
+        key = "parameters" if place.syntax.calls is None and '"parameters"' in place.template else "arguments"
         return f"call: {whole}\nobject: %json {json.dumps(_objects(functions, key))}\n"
     rules = []
     for i, f in enumerate(functions):

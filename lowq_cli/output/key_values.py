@@ -1,4 +1,4 @@
-"""Calls as a function's name and pairs of keys and values: GLM 4.5 and later, LongCat, Hunyuan 3."""
+"""GLM's calls, a function's name with a tag around each key and each value; detected by <arg_key>. Also LongCat, Hunyuan 3."""
 
 import json
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from lowq_cli.output.source import Source, Wait, ignore
 
 
 @dataclass(frozen=True)
-class Pairs:
+class KeyValues:
     """The tags. prefix: begins the names of all tags."""
 
     prefix: str = ""
@@ -61,4 +61,4 @@ class Pairs:
             out.arguments("}")
 
 
-GLM, LONGCAT = Pairs(), Pairs("longcat_")
+GLM, LONGCAT = KeyValues(), KeyValues("longcat_")

@@ -5,7 +5,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 from typing import Protocol
 
-from lowq_cli.output import bare_json, braces, elements, harmony, headed_json, pairs, python_calls, tagged_json
+from lowq_cli.output import bare_json, braces, elements, harmony, headed_json, key_values, python_calls, tagged_json
 from lowq_cli.output.parts import Parts
 from lowq_cli.output.source import Source, Wait
 from lowq_cli.output.thoughts import THOUGHT_MARKS, Thoughts, thought_marks_of
@@ -37,7 +37,7 @@ class Calls(Protocol):
 
 
 @dataclass(frozen=True)
-class Ways:
+class Syntax:
     """A model's syntax. calls: None for bare JSON. thoughts: None for a model without a separate section of thoughts."""
 
     calls: Calls | None
@@ -89,18 +89,18 @@ def switches(template: str, think: bool | None, effort: str | None) -> dict[str,
     return values | ({"reasoning_effort": effort} if effort and "reasoning_effort" in template else {})
 
 
-def ways_by(mark: str) -> Ways:
+def syntax_by(mark: str) -> Syntax:
     """The syntax of a model with this mark of thoughts, as in the "by" of `marks`."""
     if mark == harmony.CHANNEL:
-        return Ways(harmony.HARMONY, None)
-    return Ways(None, next(s for s in THOUGHT_MARKS if s.open == mark))
+        return Syntax(harmony.HARMONY, None)
+    return Syntax(None, next(s for s in THOUGHT_MARKS if s.open == mark))
 
 
-def marks(ways: Ways, prompt: str) -> dict[str, object] | None:
+def marks(syntax: Syntax, prompt: str) -> dict[str, object] | None:
     """The marks of thoughts in an answer to this prompt, as JSON data; None for a model without a section of thoughts."""
-    if ways.channels:
+    if syntax.channels:
         return {"by": harmony.CHANNEL, "inside": False}
-    return None if ways.thoughts is None else {"by": ways.thoughts.open, "inside": ways.inside(prompt)}
+    return None if syntax.thoughts is None else {"by": syntax.thoughts.open, "inside": syntax.inside(prompt)}
 
 
 MARKS: tuple[tuple[tuple[str, ...], Calls], ...] = (  # marks that must all be in the template -> syntax of calls
@@ -108,8 +108,8 @@ MARKS: tuple[tuple[tuple[str, ...], Calls], ...] = (  # marks that must all be i
     (("<minimax:tool_call>",), elements.MINIMAX),
     (("<|tool_call>", "<tool_call|>"), braces.GEMMA),
     (("<start_function_call>",), braces.FUNCTION_GEMMA),
-    (("<longcat_tool_call>",), pairs.LONGCAT),
-    (("<arg_key>",), pairs.GLM),
+    (("<longcat_tool_call>",), key_values.LONGCAT),
+    (("<arg_key>",), key_values.GLM),
     (("<|tool_call_start|>",), python_calls.LFM),
     (("<|tool_list_start|>",), python_calls.LFM),
     (("<function_calls>",), python_calls.OLMO),
@@ -124,7 +124,7 @@ MARKS: tuple[tuple[tuple[str, ...], Calls], ...] = (  # marks that must all be i
 )
 
 
-def ways_of(template: str, added: Container[str]) -> Ways:
+def syntax_of(template: str, added: Container[str]) -> Syntax:
     """The syntax of a model with this template and these added tokens."""
     calls = next((c for marks, c in MARKS if all(m in template for m in marks)), None)
-    return Ways(calls, None if calls is harmony.HARMONY else thought_marks_of(template, added))
+    return Syntax(calls, None if calls is harmony.HARMONY else thought_marks_of(template, added))
