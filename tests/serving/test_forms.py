@@ -1,4 +1,4 @@
-"""Answers in a form and calls of tools, by OpenAI's client; and calls read out of text (Hermes; other syntaxes: test_answers_read.py)."""
+"""Answers in a form and tool calls, by OpenAI's client; calls in Hermes' syntax are read (others: test_answers_read.py)."""
 
 import json
 
