@@ -3,30 +3,30 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-GAIN = 1.05  # a pass with drafts must yield this many times the tokens per second of plain passes
+PASS_GAIN = 1.05  # a pass with drafts must yield this many times the tokens per second of plain passes
 REMEMBERED = 1 << 16  # max. tokens of ended answers to keep for guesses; each takes about 200 bytes
 RUN = 8  # length, in tokens, of the runs by which ended answers are searched
 
 
 def choose(
     chances: Iterable[tuple[int, Sequence[float]]],
-    texts: int,
+    sequences: int,
     sizes: Sequence[int],
     seconds: Callable[[int], float],
     plain_s: float,
 ) -> dict[int, int]:
     """Return the number of drafts by sequence of the pass with the most tokens per second; {} if plain passes are as good.
 
-    chances: by sequence number, the chance that each draft is right if all before it are. texts: number of sequences that step,
+    chances: by sequence number, the chance that each draft is right if all before it are. sequences: how many step, with
     at least one row each. sizes: possible numbers of rows of a pass, ascending. seconds: rows -> seconds of a pass. plain_s:
     seconds of a pass without drafts.
     """
-    return _best(chances, texts, sizes, seconds, plain_s)[1]
+    return _best(chances, sequences, sizes, seconds, plain_s)[1]
 
 
 def rounds(
     chances: Sequence[tuple[int, Sequence[float]]],
-    texts: int,
+    sequences: int,
     sizes: Sequence[int],
     seconds: Callable[[int], float],
     plain_s: float,
@@ -39,7 +39,7 @@ def rounds(
     most, best, count = max((len(each) for _, each in chances), default=0), 0.0, 0
     for K in range(1, most + 1):
         some = [(number, each[:K]) for number, each in chances]
-        rate, _ = _best(some, texts, sizes, lambda rows, K=K: seconds(rows) + K * guess_s, plain_s)  # type: ignore[misc]
+        rate, _ = _best(some, sequences, sizes, lambda rows, K=K: seconds(rows) + K * guess_s, plain_s)  # type: ignore[misc]
         if rate > best:
             best, count = rate, K
     return count
@@ -47,7 +47,7 @@ def rounds(
 
 def _best(
     chances: Iterable[tuple[int, Sequence[float]]],
-    texts: int,
+    sequences: int,
     sizes: Sequence[int],
     seconds: Callable[[int], float],
     plain_s: float,
@@ -60,11 +60,11 @@ def _best(
             sure *= chance
             candidates.append((-sure, number))
     candidates.sort(key=lambda one: one[0])  # likeliest first; a sequence's drafts stay in order
-    best, most, taken, tokens = GAIN * texts / plain_s if plain_s else 0.0, 0, 0, float(texts)
+    best, most, taken, tokens = PASS_GAIN * sequences / plain_s if plain_s else 0.0, 0, 0, float(sequences)
     for rows in sizes:
-        if rows <= texts:
+        if rows <= sequences:
             continue
-        while taken < min(rows - texts, len(candidates)):
+        while taken < min(rows - sequences, len(candidates)):
             tokens -= candidates[taken][0]
             taken += 1
         if (rate := tokens / seconds(rows)) > best:

@@ -24,17 +24,18 @@ from lowq_packers.errors import device_lost, one_line
 MOST_ROWS = 256  # max. rows of a pass with drafts: with more, the time of products grows in proportion to the rows
 FEWEST = (4, 8, 16)  # the smallest sizes of passes on a GPU, in rows
 SAME = "the same kernels are to compute every step"
-NUMBERS = 6  # numbers sent per row: its draft token, place in its sequence's rows, and sequence; a sequence's first row, number
-# of rows, and target row
+# Numbers sent per row: its draft token, its place among its sequence's rows, and its `Checked.state_row`; then per sequence its
+# first row, its number of rows, and its `Checked.target`.
+NUMBERS = 6
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A sequence's rows of a pass. row: the row of its tables. pos: the position of the newest token. target: the row that
-    samples for it, or the null row. tokens: the newest token and its drafts. slot: the slot of its recurrent state. copies:
-    slots for this state after each row but the last."""
+    """A sequence's rows of a pass. state_row: its row of `BatchState`. pos: the position of its newest token. target: the row
+    that samples for it, or the null row. tokens: the newest token and its drafts. slot: the slot of its recurrent state.
+    copies: slots for this state after each row but the last."""
 
-    row: int
+    state_row: int
     pos: int
     target: int
     tokens: Sequence[int]
@@ -71,10 +72,10 @@ class DraftPasses:
         """Return the number of rows of the smallest pass that has room for `rows`."""
         return next(s for s in self.sizes if s >= rows)
 
-    def run(self, texts: Sequence[Checked]) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, sequences: Sequence[Checked]) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch a pass; return (M + M,) the token sampled after each row, then each sequence's right drafts; logits (M, V)."""
-        M = self.size(sum(len(t.tokens) for t in texts))
-        chunk, key = self._describe(M, texts), (M, self.passes.adapted(0, (t.row for t in texts)))
+        M = self.size(sum(len(t.tokens) for t in sequences))
+        chunk, key = self._describe(M, sequences), (M, self.passes.adapted(0, (t.state_row for t in sequences)))
         if self.met is not None and key not in self.captured:
             if key in self.met:
                 self._record(*key)
@@ -85,31 +86,31 @@ class DraftPasses:
             graph.replay()
             self.passes.noted = graph.noted
             return self.result[: 2 * M], graph.logits
-        team = Follower(self.passes.teams[len(texts)]) if self.device.type == "cpu" else nullcontext()
+        team = Follower(self.passes.teams[len(sequences)]) if self.device.type == "cpu" else nullcontext()
         with team:
-            return self.forward(M, upload(chunk, self.device), self._chains(texts), key[1])
+            return self.forward(M, upload(chunk, self.device), self._chains(sequences), key[1])
 
-    def _describe(self, M: int, texts: Sequence[Checked]) -> np.ndarray:
+    def _describe(self, M: int, sequences: Sequence[Checked]) -> np.ndarray:
         null = self.passes.rows.null_row
         numbers = np.zeros((NUMBERS, M), np.int32)
         numbers[2], numbers[5] = null, null
-        if texts:
-            count = np.array([len(t.tokens) for t in texts], np.int32)
-            end, n = int(count.sum()), len(texts)
+        if sequences:
+            count = np.array([len(t.tokens) for t in sequences], np.int32)
+            end, n = int(count.sum()), len(sequences)
             first = np.cumsum(count) - count
-            row, target = np.array([(t.row, t.target) for t in texts], np.int32).T
-            numbers[0, :end] = [token for t in texts for token in t.tokens]
+            state_row, target = np.array([(t.state_row, t.target) for t in sequences], np.int32).T
+            numbers[0, :end] = [token for t in sequences for token in t.tokens]
             numbers[1, :end] = np.arange(end) - np.repeat(first, count)
-            numbers[2, :end] = np.repeat(row, count)
+            numbers[2, :end] = np.repeat(state_row, count)
             numbers[3:, :n] = first, count, target
         return numbers.reshape(-1)
 
-    def _chains(self, texts: Sequence[Checked]) -> list[Chain]:
+    def _chains(self, sequences: Sequence[Checked]) -> list[Chain]:
         """Return the rows of each sequence, for recurrent layers."""
         if not self.passes.recurrent:
             return []
         chains, first = [], 0
-        for t in texts:
+        for t in sequences:
             slots = (upload(np.array(s, np.int64), self.device) for s in ([t.slot], t.copies))
             chains.append(Chain(first, first + len(t.tokens), *slots))
             first += len(t.tokens)
@@ -120,17 +121,17 @@ class DraftPasses:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute a pass, from and into tensors at fixed addresses; `chunk` has the layout of `_describe`."""
         p, r = self.passes, self.passes.rows
-        ids, after, rows, first, count, target = chunk.view(NUMBERS, M)
-        used = rows != r.null_row
-        ids = torch.where(used & (after == 0), r.token.index_select(0, rows).int(), ids)
-        pos = torch.where(used, r.pos.index_select(0, rows) + after, 0)
-        tables = {id(t): t.index_select(0, rows) for t in r.tables}
+        ids, after, state_row, first, count, target = chunk.view(NUMBERS, M)
+        used = state_row != r.null_row
+        ids = torch.where(used & (after == 0), r.token.index_select(0, state_row).int(), ids)
+        pos = torch.where(used, r.pos.index_select(0, state_row) + after, 0)
+        tables = {id(t): t.index_select(0, state_row) for t in r.tables}
         state = [self._of_rows(one, tables) for one in p.state]
-        adapters = r.adapter.index_select(0, rows) if adapted else None
+        adapters = r.adapter.index_select(0, state_row) if adapted else None
         most = max(2, p.most)  # sequences; 1 would mean that all rows are of one, also those that fill up the pass
         groups, pictures, images = (first[:most], count[:most], MOST_DRAFTS + 1), None, p.plan.model.images
         if images is not None and r.shifted(r.null_row):
-            pictures = in_pass(images, (), self.device, pos + r.shift.index_select(0, rows))
+            pictures = in_pass(images, (), self.device, pos + r.shift.index_select(0, state_row))
         batch = Batch(
             p.ops, ids, M, pos, p.angles, adapters=adapters, drafted=True, chains=chains, groups=groups, pictures=pictures
         )
@@ -139,7 +140,7 @@ class DraftPasses:
             torch.zeros(M, dtype=torch.int64, device=self.device),
             torch.arange(M, dtype=torch.int32, device=self.device),
         )
-        how = r.seed.index_select(0, rows), r.temperature.index_select(0, rows)
+        how = r.seed.index_select(0, state_row), r.temperature.index_select(0, state_row)
         p.ops.choose_rows(logits, each, drawn, pos.clone(), *how)
         accepted = torch.zeros_like(drawn)
         p.ops.accept(drawn, ids.long(), first.long(), count.long(), target.long(), r.token, r.pos, accepted)

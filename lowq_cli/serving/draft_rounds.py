@@ -172,8 +172,9 @@ class DraftRounds:
         return choose(chances, n, self.passes.sizes, seconds, max(plain, timed))
 
     def _guess(self, text: Sequence, drafter: TextDrafter) -> Guess:
-        """Return the guesses of a sequence after its tokens in flight. Where drafts in flight are not what is guessed now, the
-        first that differs is wrong, and the device draws what is guessed there instead."""
+        """Return the guesses of a sequence after its tokens in flight. Where drafts in flight differ from our guesses, we
+        assume that the first differing draft will be rejected and that the model will draw our guess there; if not, the later
+        drafts are rejected, too."""
         most = max(0, min(MOST_DRAFTS, text.remaining - 1 - self.ahead))
         if not text.ahead:
             return drafter.guess(most)
@@ -225,7 +226,7 @@ class DraftRounds:
             target = null if text.request.special else text.row
             texts.append(Checked(text.row, len(text.tokens) - 1, target, [text.tokens[-1], *tokens], text.slot, slots))
         flight = Flight(self.device)
-        adapted = self.runner.adapted(0, (t.row for t in texts))
+        adapted = self.runner.adapted(0, (t.state_row for t in texts))
         result, logits = self.passes.run(texts)
         firsts = np.cumsum([0, *(len(t.tokens) for t in texts)]).tolist()
         places = list(zip(firsts, plan.steps, strict=False))
@@ -235,7 +236,7 @@ class DraftRounds:
         newest, size = torch.cat((result, self.rows.token)), (0, firsts[-1], adapted)
         flight.launched(places, newest, logs, drawable(logits) if looks else None, size)
         if self.guesses is not None and self.runner.noted is not None:
-            rows = [Rows(t.row, t.pos, first, t.tokens, row=t.row) for t, first in zip(texts, firsts, strict=False)]
+            rows = [Rows(t.state_row, t.pos, first, t.tokens, row=t.state_row) for t, first in zip(texts, firsts, strict=False)]
             flight.guess(plan.steps, self.guesses.checked(rows, self.runner.noted, result, K))
         return flight
 

@@ -7,7 +7,7 @@ from lowq_cli.engine.drafts.balance import Balance
 FIRST = 128  # plain passes of a size before drafts are tried with it
 # Min. tokens per second of drafts with several sequences, in those of plain passes: sequences that do not copy wait for those
 # that do (16 users of an 8B who copy: 99% of tokens come within 9 ms with drafts, within 5.7 without).
-GAIN = 1.2
+TRIAL_GAIN = 1.2
 
 
 class Trials:
@@ -31,7 +31,7 @@ class Trials:
         """Return the mean seconds from one plain pass to the next, with the host's time; 0.0 where none was timed."""
         return self._of(size).plain_s
 
-    def passed(self, size: int, tokens: int, texts: int, now: float, once: bool = False, away_s: float = 0.0) -> None:
+    def passed(self, size: int, tokens: int, sequences: int, now: float, once: bool = False, away_s: float = 0.0) -> None:
         """Record the end of a turn at the time `now`: the tokens that came in passes without prompt tokens, and the sequences
         in such a pass. once: as `Balance.note` means it. away_s: seconds of passes with prompt tokens that were read in it.
 
@@ -40,7 +40,7 @@ class Trials:
         if self._last is not None and self._last[0] == size:
             self._open_s += now - self._last[1] - away_s
             if tokens:
-                self._of(size).note(tokens / texts, max(0.0, self._open_s), once)
+                self._of(size).note(tokens / sequences, max(0.0, self._open_s), once)
                 self._open_s = 0.0
         else:
             self._open_s = 0.0
@@ -54,5 +54,5 @@ class Trials:
         if size not in self._each:
             more = min((n for n in self._each if n > size), default=None)
             pays = more is not None and self._each[more].allowed
-            self._each[size] = Balance(FIRST, self._seconds(size) if pays else 0.0, GAIN if size > 1 else 1.0)
+            self._each[size] = Balance(FIRST, self._seconds(size) if pays else 0.0, TRIAL_GAIN if size > 1 else 1.0)
         return self._each[size]

@@ -15,7 +15,7 @@ from asking import Client, Free, alone, build, prompts
 
 from lowq_cli.engine.drafts.drafter import Guess
 from lowq_cli.engine.drafts.ngram import NGram
-from lowq_cli.serving.draft_budget import GAIN, REMEMBERED, RUN, Answers, choose
+from lowq_cli.serving.draft_budget import PASS_GAIN, REMEMBERED, RUN, Answers, choose
 from lowq_cli.serving.draft_trials import Trials
 from lowq_cli.serving.http.answers import Answer
 from lowq_cli.serving.http.text import Writer
@@ -303,7 +303,7 @@ def test_no_other_numbers_of_drafts_bring_more_and_none_where_plain_passes_bring
     chosen = choose(chances, texts, sizes, seconds, plain_s)
     found = rate([chosen.get(i, 0) for i in range(3)])
     assert found == pytest.approx(best if chosen else texts / plain_s)
-    assert bool(chosen) == (best > GAIN * texts / plain_s)
+    assert bool(chosen) == (best > PASS_GAIN * texts / plain_s)
 
 
 def test_earlier_answers_are_remembered_and_the_oldest_forgotten():

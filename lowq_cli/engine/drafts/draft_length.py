@@ -1,4 +1,4 @@
-"""The number of drafts to check in a step: the expected tokens divided by the cost of the step's rows."""
+"""How many drafts a step of `generate` checks: by expected tokens and the rows' cost. Server: serving/draft_budget.py."""
 
 import math
 from collections import deque
@@ -7,7 +7,7 @@ from typing import Protocol
 
 from lowq_cli.engine.drafts.drafter import Guess
 
-GAIN = 1.05  # a step with drafts must yield this many times the tokens per second of plain steps
+STEP_GAIN = 1.05  # a step with drafts must yield this many times the tokens per second of plain steps
 ENOUGH = 4  # min. timed steps of a width before its median counts: a single one may have waited for another process
 LAST = 9  # the median is over this many last steps of a width
 AGAIN = 256  # plain steps after which every width may be tried again
@@ -94,7 +94,7 @@ def most(guess: Guess, costs: Costs, widths: Sequence[int], apart: float = 0.0, 
     widths: the row counts that a step may have, ascending; surplus rows are dummies. apart: the cost of a step with drafts in
     addition to its rows. plain: the cost of a plain step, as the clock has it, in the unit of `costs`.
     """
-    best, drafts, tokens, sure, known = GAIN / plain, 0, 1.0, 1.0, 0  # plain steps count a little better than they are
+    best, drafts, tokens, sure, known = STEP_GAIN / plain, 0, 1.0, 1.0, 0  # plain steps count a little better than they are
     for rows in widths:
         while known < min(rows - 1, len(guess.chances)):
             sure *= guess.chances[known]

@@ -1,4 +1,4 @@
-"""A step of the static decoder with drafts: its rows are a sequence's newest token and the drafts after it."""
+"""A step of `generate` with drafts: a sequence's newest token and the drafts after it. Server: serving/draft_passes.py."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

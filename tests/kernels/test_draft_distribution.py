@@ -1,4 +1,4 @@
-"""What is drawn with drafts has the model's own law: the joint distribution of three tokens of a model of 16, by chi-square.
+"""Tokens drawn with drafts have the model's own distribution: three tokens of a model of 16, jointly, by chi-square.
 
 The drafts are of two kinds, a fixed guess and a random one, each right for some and wrong for most; a fault that takes one
 draft too many shows.
@@ -64,15 +64,15 @@ def deviations(texts, table):
     return float((terms - df) / (2 * df) ** 0.5)
 
 
-def law(n, choose_rows):
+def check_distribution(n, choose_rows):
     table = torch.randn(V, V, generator=torch.Generator().manual_seed(5))
     assert abs(deviations(drawn_texts(n, table, False, choose_rows), table)) < FAR
     assert deviations(drawn_texts(n, table, True, choose_rows), table) > 4 * FAR
 
 
 def test_tokens_with_drafts_are_drawn_as_the_model_has_them_and_one_too_many_shows():
-    law(6_000, reference.choose_rows)
+    check_distribution(6_000, reference.choose_rows)
 
 
 def test_a_million_draws():
-    law(160_000, races(160_000))
+    check_distribution(160_000, races(160_000))
