@@ -187,7 +187,7 @@ class ContinuousEngine:
         check(request, self.limits.longest, self.vocabulary, len(self._digests))
         if self._everywhere and not request.adapter:
             request = replace(request, adapter=self._everywhere)
-        drafter = None if self.drafts is None or request.special else self.drafts.drafter()
+        drafter = None if self.drafts is None or request.undrafted else self.drafts.drafter()
         begun = self._feeds
         if drafter is not None and begun:
             drafter.begin(request.prompt)  # in the caller's thread, so that no pass waits for it

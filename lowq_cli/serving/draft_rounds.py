@@ -23,6 +23,7 @@ from lowq_cli.serving.draft_trials import Trials
 from lowq_cli.serving.flight import Flight
 from lowq_cli.serving.guessing import Guessed, TextDrafter
 from lowq_cli.serving.model_runner import Piece
+from lowq_cli.serving.restricted_drafts import draw_restricted
 from lowq_cli.serving.sampler import Special
 from lowq_cli.serving.scheduler import Scheduler, StepPlan
 from lowq_cli.serving.sequence import Sequence
@@ -230,7 +231,10 @@ class DraftRounds:
         result, logits = self.passes.run(texts)
         firsts = np.cumsum([0, *(len(t.tokens) for t in texts)]).tolist()
         places = list(zip(firsts, plan.steps, strict=False))
-        special = [(i, t) for i, t in places if t.request.special]
+        each = zip(range(len(texts)), firsts, texts, plan.steps, strict=False)
+        if restricted := [place for place in each if place[-1].request.special and not place[-1].request.undrafted]:
+            draw_restricted(self.runner, result, logits, restricted)
+        special = [(i, t) for i, t in places if t.request.undrafted]
         logs = self.special.draw(logits, special) if special else []
         flight.rows = [len(t.tokens) for t in texts]
         newest, size = torch.cat((result, self.rows.token)), (0, firsts[-1], adapted)
@@ -279,7 +283,7 @@ class DraftRounds:
                     text.drafter.checked(rows - 1, accepted)
             if sound is not None and not all(sound[first : first + accepted + 1]):
                 text.failed = not_finite(self.runner.plan.dtype)
-            new_tokens.append((text, [tokens[2 * M + row]] if text.request.special else tokens[first : first + accepted + 1]))
+            new_tokens.append((text, [tokens[2 * M + row]] if text.request.undrafted else tokens[first : first + accepted + 1]))
         return new_tokens
 
     def give(self, flight: Flight) -> None:

@@ -7,7 +7,7 @@ lock or a wake-up per token is not.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from threading import Thread
 from typing import Annotated, Any, Literal, Protocol
@@ -133,6 +133,12 @@ class Request:
         if d.greedy:  # top_k, top_p and min_p do not change an argmax
             plain = Draw(seed=d.seed, top_k=d.top_k, top_p=d.top_p, min_p=d.min_p)
         return d != plain or self.mask is not None
+
+    @cached_property
+    def undrafted(self) -> bool:
+        """Whether it takes no drafts: it needs more than a temperature, top_k, top_p and min_p (`restricted_drafts`)."""
+        d = replace(self.draw, top_k=0, top_p=1.0, min_p=0.0)
+        return self.special and (self.mask is not None or d != Draw(temperature=d.temperature, seed=d.seed))
 
 
 def check(request: Request, longest: int, vocabulary: int, adapters: int = 0) -> None:

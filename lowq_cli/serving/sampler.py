@@ -46,6 +46,14 @@ def _least(scores: torch.Tensor, min_p: torch.Tensor | float) -> torch.Tensor:
     return scores.masked_fill((scores - scores.amax(-1, keepdim=True)).exp() < min_p, float("-inf"))
 
 
+def restricted(scores: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
+    """Return `restrict_rows` of logits (n, V) fp32 with the settings of each row, still to be divided by its temperature."""
+    V = scores.shape[-1]
+    settings = [[min(d.top_k, V), d.top_p, d.min_p, d.temperature or 1.0] for d in draws]
+    s = upload(np.array(settings, np.float32), scores.device)
+    return (restrict_rows(scores / s[:, 3:], s[:, :1].long(), s[:, 1:2], s[:, 2:3]) * s[:, 3:]).contiguous()
+
+
 class Special:
     """The sampler of these rows, and its state on the device.
 
@@ -121,10 +129,8 @@ class Special:
         scores = self._penalised(self._biased(raw, texts), draws, row)
         if any(t.request.mask is not None for t in texts):
             scores = scores.masked_fill(~self._allowed(texts), float("-inf"))
-        restricted = np.array([[min(d.top_k, self.V), d.top_p, d.min_p, d.temperature or 1.0] for d in draws], np.float32)
         if any(not d.greedy and (d.top_k or d.top_p < 1 or d.min_p) for d in draws):
-            s = upload(restricted, self.device)
-            scores = restrict_rows(scores / s[:, 3:], s[:, :1].long(), s[:, 1:2], s[:, 2:3]) * s[:, 3:]
+            scores = restricted(scores, draws)
         asking = [t for t, d in zip(texts, draws, strict=True) if d.logprobs is not None]
         logs = raw.log_softmax(-1) if asking else raw
         best = logs.topk(min(MOST_LOGPROBS, self.V)) if asking else None

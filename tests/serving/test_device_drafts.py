@@ -236,17 +236,18 @@ def test_a_beginning_from_the_cache_is_known_to_the_drafter(both, client):
 
 def test_drawn_texts_and_all_that_requests_ask_for_besides(both, client):
     model, _ = both
-    one, two, three = ((p, 12) for p in prompts(40, 33, 20, seed=6))
-    plain = Client(model, running=3)
+    asked = [(p, 12) for p in prompts(40, 33, 20, 27, seed=6)]
+    plain = Client(model, running=4)
     draws = ({"temperature": 0.8, "seed": 11}, {}, {"logprobs": 1, "repetition_penalty": 1.3})
+    draws += ({"temperature": 0.7, "seed": 5, "top_k": 20, "top_p": 0.95},)
 
     def told(c):
-        numbers = [c.ask(p, n, stop=STOPS, **how) for (p, n), how in zip((one, two, three), draws, strict=True)]
+        numbers = [c.ask(p, n, stop=STOPS, **how) for (p, n), how in zip(asked, draws, strict=True)]
         return c.tokens(*numbers)
 
     expected = told(plain)
     plain.engine.stop(0)
-    c = client(running=3)
+    c = client(running=4)
     assert told(c) == expected
     counted(c)
 

@@ -15,6 +15,7 @@ from asking import Client, Free, alone, build, prompts
 
 from lowq_cli.engine.drafts.drafter import Guess
 from lowq_cli.engine.drafts.ngram import NGram
+from lowq_cli.serving import restricted_drafts
 from lowq_cli.serving.draft_budget import PASS_GAIN, REMEMBERED, RUN, Answers, choose
 from lowq_cli.serving.draft_trials import Trials
 from lowq_cli.serving.http.answers import Answer
@@ -222,9 +223,13 @@ OPTIONS = (
     {"presence_penalty": 1.5, "frequency_penalty": 0.5},
     {"repetition_penalty": 1.4},
     {"logit_bias": {7: -100, 9: 5}},
+    {"temperature": 1.0, "top_p": 0.9, "seed": 8, "logprobs": 0},
     {"temperature": 1.0, "top_k": 5, "seed": 3},
     {"temperature": 1.0, "top_p": 0.7, "min_p": 0.05, "seed": 4},
 )
+
+
+RESTRICTED = 5  # place of the first option with which drafts are checked, too
 
 
 def test_penalties_and_grammars_hold_next_to_requests_with_drafts(model, client):
@@ -234,18 +239,65 @@ def test_penalties_and_grammars_hold_next_to_requests_with_drafts(model, client)
     plain = Client(model, running=9)
     told = [plain.follow(plain.ask(p, 40, **how))[0] for p, how in zip(asked, OPTIONS, strict=False)]
     plain.engine.stop(0)
-    wanted = {tuple(p): alone(model, p, 40) for p in asked[n:]}
+    wanted = {tuple(p): [e.token for e in events] for p, events in zip(asked, told, strict=False)}
+    wanted |= {tuple(p): alone(model, p, 40) for p in asked[n:]}
     c, mask = client(wanted, running=9), Even()
     with_mask = c.engine.submit(Request(tuple(asked[0]), 40, frozenset(), Draw(), mask))
     numbers = [c.ask(p, 40, **how) for p, how in zip(asked, OPTIONS, strict=False)] + [c.ask(p, 40) for p in asked[n:]]
     found = c.follow(*numbers)
-    assert c.tokens(*numbers[n:]) == list(wanted.values())
+    assert c.tokens(*numbers) == list(wanted.values())
     for ours, theirs in zip(found, told, strict=False):
         assert [e.token for e in ours] == [e.token for e in theirs]
         assert all(a.logprob == pytest.approx(b.logprob, abs=1e-4) for a, b in zip(ours, theirs, strict=True))
     assert c.tokens(with_mask) == [mask.seen]
     assert len(mask.seen) == 40
+    assert [sum(events[-1].drafted) > 0 for events in found] == [False] * RESTRICTED + [True] * (len(found) - RESTRICTED)
     counted(c)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_sixteen_sequences_that_are_sampled_and_drafted_by_n_grams(ahead):
+    """Each has settings of its own; the second time n-grams go on from the first answers."""
+    model = build("llama")
+    asked = [p + p for p in prompts(*(9 + i for i in range(16)), seed=21)]
+    some = ({}, {"top_k": 20, "top_p": 0.95}, {"min_p": 0.1}, {"top_k": 3})
+    how = [{"temperature": 0.6 + i / 20, "seed": 100 + i, **some[i % 4]} for i in range(16)]
+    plain = Client(model, running=16)
+    wanted = plain.tokens(*[plain.ask(p, 40, **h) for p, h in zip(asked, how, strict=True)])
+    plain.engine.stop(0)
+    c = Client(model, draft="ngram", running=16)
+    c.engine.drafts.costs = Free(c.engine.drafts.costs)
+    if ahead:
+        c.engine.ahead = 1
+        c.engine.drafts.go_ahead()
+    for _ in range(2):
+        assert c.tokens(*[c.ask(p, 40, **h) for p, h in zip(asked, how, strict=True)]) == wanted
+    c.engine.stop(0)
+    s = c.engine.stats()
+    assert 16 * 20 < s.accepted < s.drafted
+    assert all(events[-1].drafted[0] for events in list(c.heard.values())[16:])
+
+
+def test_an_error_in_drawing_one_sequence_again_leaves_the_others(model, client, monkeypatch):
+    """As where there is no memory for its logits."""
+    asked = prompts(20, 30, 40)
+    how = [{"temperature": 1.0, "top_k": k, "seed": k} for k in (4, 5, 6)]
+    plain = Client(model, running=3)
+    wanted = plain.tokens(*[plain.ask(p, 30, **h) for p, h in zip(asked, how, strict=True)])
+    plain.engine.stop(0)
+    whole = restricted_drafts.restricted
+
+    def without_five(scores, draws):
+        if any(d.top_k == 5 for d in draws):
+            raise MemoryError("no room")
+        return whole(scores, draws)
+
+    monkeypatch.setattr(restricted_drafts, "restricted", without_five)
+    c = client(dict(zip(map(tuple, asked), wanted, strict=True)), running=3)
+    heard = c.follow(*[c.ask(p, 30, **h) for p, h in zip(asked, how, strict=True)])
+    assert [[e.token for e in heard[i]] for i in (0, 2)] == [wanted[0], wanted[2]]
+    assert heard[1][-1].finish_reason == "error"
+    assert "no room" in heard[1][-1].message
 
 
 def test_guesses_of_n_grams_and_of_earlier_answers(model):
