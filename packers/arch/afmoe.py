@@ -22,7 +22,7 @@ from lowq_packers.arch.parts import Attention, Experts, Model, Update
 
 
 def attend(c: Any, i: int, p: str) -> Attention:
-    gate = linear(c, f"{p}.self_attn.gate_proj", c.num_attention_heads * c.head_dim, cut="rows")
+    gate = linear(c, f"{p}.self_attn.gate_proj", c.num_attention_heads * c.head_dim)
     facts = head_norms(c, p) | {"window": window(c, i), "turned": rope(c) if c.layer_types[i] == SLIDING else None}
     return attention(c, p, c.attention_bias, c.attention_bias, gate=gate, **facts)
 

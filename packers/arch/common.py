@@ -107,8 +107,8 @@ def attention(
     rows = (sum(parts),) if len(names) == 1 and more.get("shares") is None else parts[: len(names)]
     turned = rope(c) if isinstance(turned, str) else turned
     return Attention(
-        linear(c, tuple(f"{p}.{module}.{n}" for n in names), rows, bias=bias, cut="rows"),
-        linear(c, f"{p}.{module}.{o}", c.hidden_size, c.num_attention_heads * D, bias=o_bias, cut="columns"),
+        linear(c, tuple(f"{p}.{module}.{n}" for n in names), rows, bias=bias),
+        linear(c, f"{p}.{module}.{o}", c.hidden_size, c.num_attention_heads * D, bias=o_bias),
         c.num_attention_heads, kv, D, more.pop("scale", D**-0.5), turned, **more,
     )  # fmt: skip
 
@@ -142,8 +142,8 @@ def mlp(
         more["scalars"] = f"{p}.act_fn"
     rows = (2 * inner if gated and len(names) == 1 else inner,) * len(names)
     return Mlp(
-        linear(c, tuple(f"{p}.{n}" for n in names), rows, bias=bias, cut="rows"),
-        linear(c, f"{p}.{down}", c.hidden_size, inner, bias=bias, cut="columns"),
+        linear(c, tuple(f"{p}.{n}" for n in names), rows, bias=bias),
+        linear(c, f"{p}.{down}", c.hidden_size, inner, bias=bias),
         "xielu" if more.get("scalars") else act(name), gated, **more,
     )  # fmt: skip
 

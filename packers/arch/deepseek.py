@@ -39,10 +39,10 @@ def latent(c: Any, p: str, pairing: Any = "neighbours", **more: Any) -> LatentAt
     return LatentAttention(
         down,
         Norm(f"{p}.q_a_layernorm", rank, 1e-6) if rank else None,
-        linear(c, f"{p}.q_b_proj", H * q_dim, rank, cut="rows") if rank else None,
+        linear(c, f"{p}.q_b_proj", H * q_dim, rank) if rank else None,
         Norm(f"{p}.kv_a_layernorm", c.kv_lora_rank, 1e-6),
-        linear(c, f"{p}.kv_b_proj", H * (c.qk_nope_head_dim + v_dim), c.kv_lora_rank, cut="rows"),
-        linear(c, f"{p}.o_proj", c.hidden_size, H * v_dim, bias=bias, cut="columns"),
+        linear(c, f"{p}.kv_b_proj", H * (c.qk_nope_head_dim + v_dim), c.kv_lora_rank),
+        linear(c, f"{p}.o_proj", c.hidden_size, H * v_dim, bias=bias),
         H, c.qk_nope_head_dim, c.qk_rope_head_dim, v_dim, c.kv_lora_rank, _scale(c, q_dim),
         Rope(c.qk_rope_head_dim, pairing=pairing), **more,
     )  # fmt: skip

@@ -19,14 +19,12 @@ class Linear:
     """A linear layer y = x W^T + b whose rows may be stored as several modules.
 
     parts: names of the modules. rows: N of each. columns: K. bias: whether each part has a bias.
-    cut: how tensor parallel ranks split it: by "rows" (N), by "columns" (K), or not at all ("").
     """
 
     parts: tuple[str, ...]
     rows: tuple[int, ...]
     columns: int
     bias: bool = False
-    cut: Literal["rows", "columns", ""] = ""
 
 
 @dataclass(frozen=True)
