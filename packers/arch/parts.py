@@ -462,7 +462,7 @@ class Model:
     tied: the head is the embedding. outside_text: prefixes of modules that text does not need (a vision tower).
     files: further prefixes that published files have instead of (prefix, head).
     renamed: (part of a name in modules, its replacement in files), for tensors below the prefix except experts.
-    extra: prefixes of full names of tensors that `layers` do not read (MTP heads, which run as drafts), written with `prefix` if
+    extra: prefixes of full names of tensors that `layers` do not read (MTP heads, run as drafts), written with `prefix` if
     they are below the text model. images: how images enter; None if it takes no images.
     merge: the input of a draft head's layers, by default the hidden state itself. lent: of a draft head, the layers of its
     target whose keys and values come first in its state; `Attention.shares` then names one of them.
