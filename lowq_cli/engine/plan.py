@@ -99,6 +99,10 @@ class Plan:
             self._folded[key] = lora_folding.fold(steps) if adapted and self.adds_in_gates and M <= STEPS else steps
         return self._folded[key]
 
+    def refold(self) -> None:
+        """Fold anew what later passes run: a product is folded only while dispatch chooses a kernel that folds."""
+        self._folded.clear()
+
     @property
     def everywhere(self) -> bool:
         """Whether rows that do not state an adapter have one."""
@@ -136,7 +140,7 @@ class Plan:
         taps, self._untapped = self.taps, [step_of(step) for step in self._untapped]
         self.taps = ()
         self._set(self._untapped)
-        self._folded.clear()
+        self.refold()
         self.tap(taps)
 
     def tap(self, layers: tuple[int, ...]) -> None:
@@ -151,7 +155,7 @@ class Plan:
             at = self._entered[layer]
             steps.insert(at + (at < len(steps) and steps[at].what == "product"), s.Tap(layer))
         self._set(steps)
-        self._folded.clear()
+        self.refold()
 
     def hidden(
         self,

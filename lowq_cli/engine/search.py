@@ -36,8 +36,7 @@ def calls_of(decoder: StepDecoder, batch: int, dtype: torch.dtype) -> dict[Call,
 
 @torch.inference_mode()
 def step_us(decoder: StepDecoder) -> float:
-    """Microseconds of one recorded step of a started decoder, without advancing it; kernels are selected anew."""
-    registry.forget_choices()
+    """Microseconds of one recorded step of a started decoder, without advancing it."""
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     at, token = decoder.pos.clone(), decoder.token.clone()
     run = capture(decoder.forward_step)
@@ -74,6 +73,8 @@ def search(
     def tried(trial: Mapping[Call, Named]) -> float:
         _trial.clear()
         _trial.update(trial)
+        registry.forget_choices()
+        decoder.plan.refold()
         try:
             return measure(decoder)
         except (RuntimeError, LowqError) as e:  # it cannot be launched or recorded, so it is never selected
@@ -89,4 +90,5 @@ def search(
             for candidate in candidates.get(call, ()):
                 if candidate != chosen[call] and left() and (us := tried(chosen | {call: candidate})) < WORTH * best:
                     best, chosen = us, chosen | {call: candidate}
+        decoder.plan.refold()
         return chosen, before, best

@@ -19,6 +19,7 @@ from lowq_packers.lazy import torch
 if TYPE_CHECKING:
     from lowq_cli.engine.drafts.drafting import FromHost, OnDevice
     from lowq_cli.engine.pictures import Shown
+    from lowq_cli.engine.plan import Plan
 
 
 def nothing() -> None:
@@ -56,11 +57,12 @@ class Decoder(Protocol):
 class StepDecoder(Decoder, Protocol):
     """A decoder whose step can be recorded and timed without advancing.
 
-    token (B,) int64, pos (B,) int32: the newest tokens and their slots. linears: the layers that a step calls.
+    token (B,) int64, pos (B,) int32: the newest tokens and their slots. linears: the layers that a step calls. plan: its steps.
     """
 
     token: torch.Tensor
     pos: torch.Tensor
+    plan: Plan
 
     @property
     def linears(self) -> torch.nn.Module: ...
