@@ -179,11 +179,13 @@ def _foreign_or_dense(source: Source) -> Inspection:
         return Inspection(source.name, "dense", _family(source), tuple(rows), (), ("lowq", "transformers", "vLLM", "SGLang"))
     fmt, matrices = packed
     used = Counter(part for m in matrices for part in m.parts)  # experts of a stack share tensors
-    rows = []
+    place = {name: i for i, name in enumerate(source.headers)}  # rows come in the order of their first tensors in the files
+    placed = [(place[n], _kept(n, h)) for n, h in source.headers.items() if n not in used]
     for m in matrices:
         size = sum(source.headers[p].nbytes // used[p] for p in m.parts)
-        rows.append(Row(m.name, kind_of(m.name), m.shape, m.stored, m.bits, size, m.bits < 16))
-    rows += [_kept(n, h) for n, h in source.headers.items() if n not in used]
+        row = Row(m.name, kind_of(m.name), m.shape, m.stored, m.bits, size, m.bits < 16)
+        placed.append((min(place[p] for p in m.parts), row))
+    placed.sort(key=lambda at_row: at_row[0])
     notes = fmt.notes(source.config, source.headers)
     if source.folder is not None:
         fetch = fetcher(source)
@@ -191,7 +193,7 @@ def _foreign_or_dense(source: Source) -> Inspection:
         notes += traps[:SHOWN] + ([f"and {len(traps) - SHOWN} more such"] if len(traps) > SHOWN else [])
     notes += _hybrid_experts(source)
     engines = fmt.engines(source.config, matrices)
-    return Inspection(source.name, fmt.name, _family(source), _sorted(rows, source), tuple(notes), tuple(engines))
+    return Inspection(source.name, fmt.name, _family(source), tuple(row for _, row in placed), tuple(notes), tuple(engines))
 
 
 def _hybrid_experts(source: Source) -> list[str]:
@@ -208,15 +210,6 @@ def _hybrid_experts(source: Source) -> list[str]:
 def _kept(name: str, header: TensorHeader, kind: str | None = None) -> Row:
     kind = kind or kind_of(name.removesuffix(".weight"))
     return Row(name, kind, header.shape, header.dtype, 8 * ITEMSIZE[header.dtype], header.nbytes, False)
-
-
-def _sorted(rows: list[Row], source: Source) -> tuple[Row, ...]:
-    """The rows in the order of their first tensors in the files."""
-    place: dict[str, int] = {}
-    for i, name in enumerate(source.headers):
-        place.setdefault(name, i)
-        place.setdefault(name.rpartition(".")[0], i)
-    return tuple(sorted(rows, key=lambda r: place.get(r.name, len(place))))
 
 
 def _family(source: Source) -> str:

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig
 import lowq  # noqa: F401 (lets transformers read its folders)
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.interop.foreign import open_decoded
+from lowq_cli.interop.inspection import inspect_model
 from lowq_cli.plan.planner import make_plan
 from lowq_cli.plan.recipe import as_published, make_recipe
 from lowq_cli.run.pipeline import quantize
@@ -60,6 +61,21 @@ def test_explicit_settings_override_the_published_format(published, asked):
         assert as_published(recipe, source.stored_as) == (recipe, [])
         experts = {i.scheme.bits for i in make_plan(source, recipe).items if i.kind == "expert" and i.scheme}
         assert experts == {recipe.bits}
+
+
+def test_inspect_lists_experts_where_the_files_hold_them(published, tmp_path):
+    """In a file for each layer. Their names are not those of the tensors that store them; they once came last of all."""
+    tensors, of_file = load_file(published / "model.safetensors"), {}
+    for name in tensors:
+        of_file[name] = f"model-{1 + ('.layers.1.' in name)}.safetensors"
+    for file in set(of_file.values()):
+        save_file({n: t for n, t in tensors.items() if of_file[n] == file}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": of_file}))
+    (tmp_path / "config.json").write_text((published / "config.json").read_text())
+    rows = [row.name for row in inspect_model(str(tmp_path)).rows]
+    layers = [name.split(".")[2] for name in rows if ".layers." in name]
+    assert len([name for name in rows if name.endswith("_proj") and ".layers.0.mlp.experts." in name]) == 4 * 3
+    assert layers == sorted(layers)
 
 
 def test_a_plain_model_is_quantized_as_ever(published):
