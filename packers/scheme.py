@@ -14,7 +14,7 @@ ZeroKind = Literal["float", "int", "none"]
 ZERO_KINDS: tuple[ZeroKind, ...] = get_args(ZeroKind)
 TABLES: dict[str, tuple[int, ...]] = {"e2m1": (4,), "nf4": (4,), "iq4_nl": (4,), "fitted": (4, 3, 2)}  # and their widths
 ScaleKind = Literal["float", "e4m3", "e8m0", "f32"]
-SCALE_KINDS: tuple[ScaleKind, ...] = get_args(ScaleKind)[:3]  # "f32", which no model's dtype changes, is of blocks alone
+SCALE_KINDS: tuple[ScaleKind, ...] = tuple(kind for kind in get_args(ScaleKind) if kind != "f32")  # which is of blocks alone
 Act = Literal["none", "int8", "fp8"]  # how activations are rounded at run time
 ACTS: tuple[Act, ...] = get_args(Act)
 E4M3 = "e4m3"  # the table of all values of an 8-bit float; the only one whose scales may be those of blocks: see fp8.py
