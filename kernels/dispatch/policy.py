@@ -1,6 +1,6 @@
 """Measurements that ship with lowq: a file of tuned/ answers calls that a checkpoint's table does not.
 
-    prefer    calls in which a kernel goes before others: its bits and ranges of M and N, least K, N * K and group
+    prefer    calls in which a kernel goes before others: its bits, ranges of M and N, `least_` group, K and N * K
     configs   of a kernel by bits and, up to so many, by group, N and K: [rows of x up to, config], first what was fastest. The
               next larger row answers, with its first config that is legal and for so many rows
     models    constants of the cost models that kernels' launchers evaluate: where many tiles of x make waves, what wins at one
@@ -70,9 +70,9 @@ def prefers(kernel: str) -> Callable[[Call], bool]:
             and _up_to(call.M, row["M"][1])
             and row["N"][0] <= call.N
             and _up_to(call.N, row["N"][1])
-            and row.get("K", 0) <= call.K
-            and row.get("NK", 0) <= call.N * call.K
-            and s.group_size >= min(row.get("group", 0), call.K)
+            and row.get("least_K", 0) <= call.K
+            and row.get("least_NK", 0) <= call.N * call.K
+            and s.group_size >= min(row.get("least_group", 0), call.K)
             for row in file_for(gpu.of(call.capability))["prefer"]
         )
 

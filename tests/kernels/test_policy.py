@@ -52,6 +52,8 @@ def test_everything_that_ships_names_kernels_and_configs_that_exist():
             assert set(rows + pairs) <= set(known)
         known = {*registry.kernels(), *registry.kernels("fp8_product"), *registry.kernels("dense"), "fp8_block_quant"}
         assert {row["kernel"] for row in file["prefer"]} | set(file["models"]) <= known
+        bounds = {"bits", "M", "N", "least_K", "least_NK", "least_group"}  # another key would bound nothing
+        assert set().union(*file["prefer"]) <= {"kernel", *bounds, "why"}
         on = gpu.row(tuple(file["capability"]))
         table = tuning.shipped(on)
         assert len(table) or not file["measured"]  # a new GPU's file begins without any
