@@ -25,7 +25,7 @@ from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import CHUNK, chunks
 from lowq_packers.scheme import Scheme
 
-BESIDE = struct.Struct("@5Q4i")  # experts.cu's Beside
+SHARED = struct.Struct("@5Q4i")  # experts.cu's Beside
 PARAMETERS = (*(ctypes.c_void_p,) * 8, *(ctypes.c_int32,) * 8, Folded)  # Folded: of as many bytes as Beside
 ACTS = {"silu": 0, "gelu_tanh": 1, "clamped_swiglu": 3}  # experts.cu's modes of UP; from ALONE on without a gate
 DOWN, ALONE = 2, 4
@@ -99,11 +99,11 @@ class Cut(NamedTuple):
 
 
 def _refuse(call: ExpertsCall) -> str | None:
-    if call.act not in ACTS:
-        return f"activation {call.act}"
+    if call.activation not in ACTS:
+        return f"activation {call.activation}"
     if call.top_k > MOST_WARPS:
         return f"{call.top_k} experts per token; this kernel takes at most {MOST_WARPS}"
-    limit, of_up = min(LIMIT, gpu.of(call.capability).smem_block - 4096), products(call.act)
+    limit, of_up = min(LIMIT, gpu.of(call.capability).smem_block - 4096), products(call.activation)
     for (N, K, scheme, layout), down_of in ((call.gate_up, None), (call.down, call.top_k)):
         if scheme is None or layout != "tile":
             return "experts that are not packed in the layout tile"
@@ -132,15 +132,15 @@ def _refuse_shared(call: ExpertsCall) -> str | None:
             return f"a shared expert of {own} in {layout}, where the others are of {scheme}"
         if own.groups(own_K) > scheme.groups(K) == 1 or N % 16:  # the instance for rows of one group
             return f"a shared expert of {N} x {own_K}"
-    (N, K, *_), (_, inner, *_), of_up = *call.shared, products(call.act)
+    (N, K, *_), (_, inner, *_), of_up = *call.shared, products(call.activation)
     if call.gate_up[1] != K or of_up * inner != N or inner % 16 or call.down[0] != call.shared[1][0]:
         return "a shared expert of another width"
     limit = min(LIMIT, gpu.of(call.capability).smem_block - 4096)
-    cuts = (Beside.of(call.gate_up, call.down, call.shared, call.top_k, crowded, of_up) for crowded in (False, True))
+    cuts = (SharedCut.of(call.gate_up, call.down, call.shared, call.top_k, crowded, of_up) for crowded in (False, True))
     return None if all(cut.fits(limit) for cut in cuts) else "a shared expert too wide"
 
 
-class Beside(NamedTuple):
+class SharedCut(NamedTuple):
     """How a shared expert is computed with the others.
 
     up, down: how theirs are cut. rows: of blocks in UP's grid for each token. parts: warps of a block of DOWN. once: whether
@@ -156,7 +156,7 @@ class Beside(NamedTuple):
     down_smem: int
 
     @classmethod
-    def of(cls, gate_up: Facts, down: Facts, shared: tuple[Facts, Facts], top_k: int, crowded: bool, of_up: int) -> "Beside":
+    def of(cls, gate_up: Facts, down: Facts, shared: tuple[Facts, Facts], top_k: int, crowded: bool, of_up: int) -> "SharedCut":
         (N, K, scheme, _), (_, of_down, down_scheme, _), (own_N, _, _, _), (_, inner, _, _) = gate_up, down, *shared
         assert scheme is not None
         assert down_scheme is not None
@@ -205,7 +205,7 @@ class _Addition(NamedTuple):
         tensors = (self.weight.words, scales, zeros, self.opening, self.h)
         count = chunks(self.weight.K, self.weight.scheme.bits)
         sizes = (self.h.shape[1], count, scales.shape[1], self.rows or self.parts)
-        return BESIDE.pack(*(0 if t is None else t.data_ptr() for t in tensors), *sizes)
+        return SHARED.pack(*(0 if t is None else t.data_ptr() for t in tensors), *sizes)
 
 
 def _launch(
@@ -230,8 +230,8 @@ def _launch(
     of_W = (s.words.data_ptr(), scales.data_ptr(), *(0 if t is None else t.data_ptr() for t in (companions, bias)))
     pointers = (*of_W, ids.data_ptr(), 0 if weights is None else weights.data_ptr(), x.data_ptr(), y.data_ptr())
     sizes = (y.shape[1], s.K, chunks(s.K, bits), scales.shape[1], s.words.shape[1], top_k, cut.parts, each)
-    beside = UNFOLDED if more is None else more.packed(x.dtype)
-    _kernel(instance, x.device.index, 32 * warps, serialize)(tiles, rows, smem, *pointers, *sizes, beside)
+    addition = UNFOLDED if more is None else more.packed(x.dtype)
+    _kernel(instance, x.device.index, 32 * warps, serialize)(tiles, rows, smem, *pointers, *sizes, addition)
 
 
 @register("cuda/experts", op="experts", min_capability=gpu.LEAST, preferred_m=(1, FEW_TOKENS), refuse=_refuse)
@@ -254,7 +254,7 @@ def experts(
     to_h, to_y = None, None
     if shared is not None:
         crowded = math.ceil(down.N / 16) * M > gpu.here(x.device.index).sms
-        cut = Beside.of(gate_up.facts, down.facts, shared.facts, top_k, crowded, products(act))
+        cut = SharedCut.of(gate_up.facts, down.facts, shared.facts, top_k, crowded, products(act))
         own = torch.empty(M, shared.down.K, dtype=x.dtype, device=x.device)
         to_h = _Addition(shared.gate_up, own, shared.opening, M * cut.rows, 0, cut.up_smem)
         to_y = _Addition(shared.down, own, None, 0, cut.parts, cut.down_smem)

@@ -170,8 +170,8 @@ def weighed(y: torch.Tensor, row: torch.Tensor, weights: torch.Tensor) -> torch.
 def _refuse(call: ExpertsCall) -> str | None:
     if call.shared:
         return "takes no shared expert"
-    if call.act not in ACTS:
-        return f"takes the activations {', '.join(ACTS)}, not {call.act}"
+    if call.activation not in ACTS:
+        return f"takes the activations {', '.join(ACTS)}, not {call.activation}"
     for N, K, scheme, layout in (call.gate_up, call.down):
         if scheme is None or (scheme.table_width and N % 32):
             return "takes packed experts, whole row tiles of a table"

@@ -32,12 +32,12 @@ def _rows(call: ExpertsCall) -> float:
 
 
 def _refuse(call: ExpertsCall, act: Act) -> str | None:
-    if call.rounds != act:
-        return f"takes activations as {act}, not {call.rounds}"
+    if call.act != act:
+        return f"takes activations as {act}, not {call.act}"
     if call.shared:
         return "takes no shared expert"
-    if call.act not in ACTS:
-        return f"takes the activations {', '.join(ACTS)}, not {call.act}"
+    if call.activation not in ACTS:
+        return f"takes the activations {', '.join(ACTS)}, not {call.activation}"
     if _rows(call) < LEAST_ROWS:
         return f"takes {LEAST_ROWS} rows of an average expert and more, not {_rows(call):.0f}"
     for _, K, scheme, layout in (call.gate_up, call.down):

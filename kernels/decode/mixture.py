@@ -19,7 +19,7 @@ FEW_TOKENS = 128  # up to here reading an expert once per token costs less than 
 MOST_READS = 0.5
 # The same for experts without a gate. nemotron_h's whole size, 128 experts, us per layer on an H200 ungrouped (grouped):
 # 6 slots 28 with the shared expert (34), 48 slots 89 (83). Nothing between them was measured, so that 8 slots are the most.
-MOST_ALONE = 1 / 16
+MOST_UNGATED = 1 / 16
 # Group `wide` experts with a gate from this share of all experts and this many slots on. us of a step of 8 sequences, 64 slots,
 # ungrouped (grouped), H200: glm4_moe, three mixtures of 128 experts, 737 (615), minimax_m2, three of 256, 567 (475).
 LEAST_WIDE, LEAST_SLOTS = 0.25, 64
@@ -34,10 +34,10 @@ def wide(down: Facts) -> bool:
 
 def many_slots(call: ExpertsCall) -> bool:
     """Whether the slots are so many that reading each expert once, for all its tokens, is better."""
-    slots, alone = call.M * call.top_k, call.act.startswith(UNGATED)
-    if not alone and wide(call.down) and slots >= max(LEAST_SLOTS, LEAST_WIDE * call.E):
+    slots, ungated = call.M * call.top_k, call.activation.startswith(UNGATED)
+    if not ungated and wide(call.down) and slots >= max(LEAST_SLOTS, LEAST_WIDE * call.E):
         return True
-    return slots > (MOST_ALONE if alone else MOST_READS) * call.E
+    return slots > (MOST_UNGATED if ungated else MOST_READS) * call.E
 
 
 def choice(call: ExpertsCall, capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing) -> Choice | None:
@@ -49,21 +49,21 @@ def choice(call: ExpertsCall, capturing: Callable[[], bool] = torch.cuda.is_curr
 
 
 def mixture(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, act: str, rounds: Act = "none"
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, activation: str, act: Act = "none"
 ) -> torch.Tensor | None:
-    """For each row of x (M, H) the sum over its experts ids (M, top_k) of weights (M, top_k) * down(act(gate x) * up x).
+    """For each row of x (M, H) the sum over its experts ids (M, top_k) of weights (M, top_k) * down(activation(gate x) * up x).
 
     None where the host should group the tokens by expert (`choice`).
     """
-    chosen = choice(ExpertsCall.of(up, down, ids.shape[-1], act, x.dtype, x.shape[0], rounds=rounds))
+    chosen = choice(ExpertsCall.of(up, down, ids.shape[-1], activation, x.dtype, x.shape[0], act=act))
     if chosen is None:
         return None
     spec, config = chosen
-    return spec.launch(x, ids, weights, up, down, act, config)
+    return spec.launch(x, ids, weights, up, down, activation, config)
 
 
-def takes_any_number(up: Stack, down: Stack, act: str, dtype: torch.dtype) -> bool:
+def takes_any_number(up: Stack, down: Stack, activation: str, dtype: torch.dtype) -> bool:
     """Whether a kernel made for any number of tokens takes such weights."""
-    call = ExpertsCall.of(up, down, 1, act, dtype, 1 << 30)
+    call = ExpertsCall.of(up, down, 1, activation, dtype, 1 << 30)
     chosen = find(call)
     return chosen is not None and chosen[0].prefers(call)

@@ -72,8 +72,8 @@ def route_by(x: torch.Tensor, f: RouterFacts) -> tuple[torch.Tensor, torch.Tenso
 
 def experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, act: str) -> torch.Tensor | None:
     """As `mixture.mixture`, or None where mixture.h does not take the call."""
-    alone, act = act.startswith(UNGATED), act.removeprefix(UNGATED)
-    known = act in ACTIVATIONS or (act in cpu.ACTS and not alone)
+    ungated, act = act.startswith(UNGATED), act.removeprefix(UNGATED)
+    known = act in ACTIVATIONS or (act in cpu.ACTS and not ungated)
     fits = ids.dtype == torch.int64 and weights.dtype == torch.float32 and ids.is_contiguous() and weights.is_contiguous()
     if not known or not fits or x.dtype not in dense.HALVES or x.dim() != 2 or not x.shape[0] or not native.takes(x):
         return None
@@ -83,7 +83,7 @@ def experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, up: Stack
     y = torch.empty(x.shape[0], down.N, dtype=x.dtype)
     tensors: dict[str, torch.Tensor | None] = {"x": x, "ids": ids, "weights": weights, "y": y}
     numbers: dict[str, Any] = {"up": first[0], "down": last[0], "up_apart": first[1], "down_apart": last[1]}
-    numbers |= {"M": x.shape[0], "top_k": ids.shape[1], "E": up.words.shape[0], "act": cpu.ACTS.index(act), "alone": alone}
+    numbers |= {"M": x.shape[0], "top_k": ids.shape[1], "E": up.words.shape[0], "act": cpu.ACTS.index(act), "alone": ungated}
     native.run(native.EXPERTS, EXPERTS, x.dtype, tensors, **numbers)
     return y
 

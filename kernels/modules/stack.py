@@ -94,12 +94,12 @@ class Shared:
 
 @dataclass(frozen=True)
 class ExpertsCall:
-    """A mixture's layer of M tokens, top_k of E experts each; the device is not waited for. act: as `activation.gated` has it,
-    or UNGATED and what `activated` has.
+    """A mixture's layer of M tokens, top_k of E experts each; the device is not waited for. activation: as
+    `activation.gated` has it, or UNGATED and what `activated` has.
 
-    Its kernels are launch(x, ids, weights, gate_up, down, act, config) -> y: for each row of x (M, H) the sum over its experts
-    ids (M, top_k) int64 of weights (M, top_k) * down(act(gate x) * up x), biases of stacks added. With `shared`, the facts of a
-    `Shared`, which is then the last argument, its output is added.
+    Its kernels are launch(x, ids, weights, gate_up, down, activation, config) -> y: for each row of x (M, H) the sum over its
+    experts ids (M, top_k) int64 of weights (M, top_k) * down(activation(gate x) * up x), biases of stacks added. With `shared`,
+    the facts of a `Shared`, which is then the last argument, its output is added.
     """
 
     op: ClassVar[Op] = "experts"
@@ -108,13 +108,13 @@ class ExpertsCall:
     gate_up: Facts
     down: Facts
     top_k: int
-    act: str
+    activation: str
     dtype: torch.dtype
     device: str
     capability: tuple[int, int]
     shared: tuple[Facts, Facts] | None = None
     biased: bool = False  # whether a stack has biases
-    rounds: Act = "none"  # to what the products may round what they multiply; a kernel that does not keeps 16 bits
+    act: Act = "none"  # to what the products may round what they multiply; a kernel that does not keeps 16 bits
 
     @classmethod
     def of(
@@ -122,13 +122,13 @@ class ExpertsCall:
         up: Stack,
         down: Stack,
         top_k: int,
-        act: str,
+        activation: str,
         dtype: torch.dtype,
         M: int,
         shared: Shared | None = None,
-        rounds: Act = "none",
+        act: Act = "none",
     ) -> "ExpertsCall":
-        """The call of M tokens on the weights' device; `rounds`: the layer's mode, for many rows (`act_of`)."""
+        """The call of M tokens on the weights' device; `act`: the layer's mode, for many rows (`act_of`)."""
         device, facts = up.words.device, None if shared is None else shared.facts
-        biased, E, to = up.bias is not None or down.bias is not None, up.words.shape[0], act_of(rounds, M)
-        return cls(M, E, up.facts, down.facts, top_k, act, dtype, device.type, capability(device), facts, biased, to)
+        biased, E, to = up.bias is not None or down.bias is not None, up.words.shape[0], act_of(act, M)
+        return cls(M, E, up.facts, down.facts, top_k, activation, dtype, device.type, capability(device), facts, biased, to)

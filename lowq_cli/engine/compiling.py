@@ -79,8 +79,8 @@ class Compiler:
         self.layer_state = {layer: i for i, layer in enumerate(model.lent)}
         self.images = model.images
         self.pending: p.Update | None = None  # the update whose output is not added to the residual stream yet
-        self.alone = True  # whether the current update has a single mixer and no branches
-        self.beside = ""  # name of a kept value that the pending update adds to the residual stream together with y
+        self.single_mixer = True  # whether the current update has a single mixer and no branches
+        self.second = ""  # name of a kept value that the pending update adds to the residual stream together with y
         self.own: tuple[Norm, Norm] | None = None  # norms of y and of that value before their sum
         self.entered: list[int] = []  # for each layer, and the end: steps before the stream is its input
         for number, layer in enumerate(model.layers):
@@ -137,15 +137,16 @@ class Compiler:
             self._add_norm(update.norm)
         if len(self.entered) == self.number:
             self.entered.append(len(self.steps))
-        self.alone, self.beside, self.own = len(update.mixers) == 1 and not isinstance(update.mixers[0], p.Branch), "", None
+        self.single_mixer = len(update.mixers) == 1 and not isinstance(update.mixers[0], p.Branch)
+        self.second, self.own = "", None
         posts = [self.norm(b.post) for b in two if b.post and b.out == 1.0]
         if len(posts) == 2 and all(map(s.is_plain, posts)):  # the step that adds both branches also norms them
             self.own, two = (posts[1], posts[0]), [replace(b, post=None) for b in two]
-        if self.alone:
+        if self.single_mixer:
             self._mixer(update.mixers[0])
         elif begins:
             self._mixer(two[0])
-            self.beside = "sum"
+            self.second = "sum"
             self._emit(s.Keep("sum"), s.Take("also", last=True))
             self._mixer(two[1])
         else:
@@ -155,7 +156,7 @@ class Compiler:
                     self._emit(s.Take("in"))
                 self._mixer(mixer)
                 if i < len(update.mixers) - 1:
-                    self.beside = "sum"
+                    self.second = "sum"
                     self._emit(s.Keep("sum", add=i > 0))
         self.pending = update
 
@@ -168,7 +169,7 @@ class Compiler:
         post = self.norm(last.post) if last and last.post else None
         after = self.weights.vector(last.after) if last and last.after else None
         by, other = last.scale if last else 1.0, None if also is None else self.norm(also)
-        self._emit(s.added(s.UpdateNorm(next_norm, post, by, after, last is None, self.beside, self.own, other)))
+        self._emit(s.added(s.UpdateNorm(next_norm, post, by, after, last is None, self.second, self.own, other)))
 
     @singledispatchmethod
     def _mixer(self, part: Any) -> None:
@@ -316,8 +317,8 @@ class Compiler:
             if part.shared_gate:
                 weight = self.weights.vector(f"{part.shared_gate}.weight")
                 self._emit(s.OpenBy(weight, "tokens"))
-            if self.alone:
-                self.beside = "routed"
+            if self.single_mixer:
+                self.second = "routed"
             else:
                 self._emit(s.Keep("routed", add=True), s.Take("routed", last=True))
         if around:

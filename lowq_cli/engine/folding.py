@@ -219,7 +219,7 @@ def _shared(steps: list[s.Step], M: int, dtype: torch.dtype) -> tuple[list[s.Ste
     if not isinstance(experts, QuantExperts) or routed.weigh_inputs or gate.gate_scale != 1.0:
         return None
     act = gate.act if gate.gated else UNGATED + gate.act
-    if experts.act != act or (weight is not None and weight.dtype != dtype) or not (_plain(up) and _plain(down)):
+    if experts.activation != act or (weight is not None and weight.dtype != dtype) or not (_plain(up) and _plain(down)):
         return None
     shared = Shared(up.layer.packed, down.layer.packed, weight)  # type: ignore[arg-type]
     if experts.fused(dtype, route.facts.top_k, M, shared) is None:

@@ -30,7 +30,7 @@ FEW_ROWS = 32  # max. tokens x experts per token (decoding) where copying expert
 COPIED = 256 << 20  # max. bytes of experts copied at once in that case
 ACTS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}  # class names in transformers and torch
 
-ALONE = ACTS | {"ReLUSquaredActivation": "relu2", "ReLU": "relu", "GELUActivation": "gelu"}  # for experts without a gate
+UNGATED_ACTS = ACTS | {"ReLUSquaredActivation": "relu2", "ReLU": "relu", "GELUActivation": "gelu"}  # for experts without a gate
 FUSED = (*ACTS.values(), "clamped_swiglu")  # gates that the kernels support
 
 
@@ -79,7 +79,7 @@ class QuantExperts(nn.Module):
             )
             self.set_stack(name, Stack(words, meta, zeros, None, scheme, N, K, DISK, table))
         self.dtype = dtype
-        self.rounds: Act = "none"
+        self.act: Act = "none"
         self.__dict__["gating"] = experts  # not a submodule: only its gate function is used, it has no parameters left
 
     def set_stack(self, name: str, stack: Stack) -> None:
@@ -138,11 +138,11 @@ class QuantExperts(nn.Module):
         if top_k_index is None or top_k_weights is None:
             return self._every_token(hidden_states)
         top_k = top_k_index.shape[-1]
-        fused = hidden_states.dim() == 2 and self.act and not through_autograd(hidden_states)
+        fused = hidden_states.dim() == 2 and self.activation and not through_autograd(hidden_states)
         if fused and hidden_states.device.type in ("cuda", "cpu"):
             up, down = (self.stack(name) for name in self.kind.stacks)
-            layer = (hidden_states, top_k_index, top_k_weights, up, down, self.act)
-            y = mixture_gpu(*layer, self.rounds) if hidden_states.is_cuda else mixture_cpu.experts(*layer)
+            layer = (hidden_states, top_k_index, top_k_weights, up, down, self.activation)
+            y = mixture_gpu(*layer, self.act) if hidden_states.is_cuda else mixture_cpu.experts(*layer)
             if y is not None:
                 return y
         x, experts = hidden_states.repeat_interleave(top_k, 0), top_k_index.reshape(-1)
@@ -177,13 +177,13 @@ class QuantExperts(nn.Module):
         return y.reshape(hidden_states.shape)
 
     @property
-    def act(self) -> str:
+    def activation(self) -> str:
         """The kernels' name for the operation between the two matmuls; "" if they do not support it."""
         gating: Any = self.__dict__["gating"]
         described = getattr(gating, "act", "")  # set by `native_loader`
         if not getattr(gating, "has_gate", True):
-            alone = described or ALONE.get(type(gating.act_fn).__name__, "")
-            return UNGATED + alone if alone and self.kind == Kind(self.kind.first) else ""
+            ungated = described or UNGATED_ACTS.get(type(gating.act_fn).__name__, "")
+            return UNGATED + ungated if ungated and self.kind == Kind(self.kind.first) else ""
         if described:
             return described if described in FUSED else ""
         if self.kind.interleaved and self.kind.first not in self.schemes:
@@ -195,31 +195,33 @@ class QuantExperts(nn.Module):
         return ACTS.get(type(gating.act_fn).__name__, "") if usual else ""
 
     def set_act(self, act: Act) -> None:
-        """Set to what products of many tokens round what they multiply, where a kernel does (`act` is the activation)."""
-        self.rounds = act
+        """Set to what products of many tokens round what they multiply, where a kernel does."""
+        self.act = act
 
     def fused(self, dtype: torch.dtype, top_k: int, M: int = 1, shared: Shared | None = None) -> Choice | None:
         """The kernel that computes the layer, and a shared expert, for M tokens without a device sync, or None."""
-        if not self.act:
+        if not self.activation:
             return None
         up, down = (self.stack(name) for name in self.kind.stacks)
-        return find(ExpertsCall.of(up, down, top_k, self.act, dtype, M, shared, self.rounds))
+        return find(ExpertsCall.of(up, down, top_k, self.activation, dtype, M, shared, self.act))
 
     def takes(self, act: Act, M: int) -> bool:
         """Whether a kernel computes the layer of M tokens in 8 bits under `act`."""
+        if not self.activation:
+            return False
         up, down = (self.stack(name) for name in self.kind.stacks)
-        chosen = find(ExpertsCall.of(up, down, self.top_k, self.act, self.dtype, M, rounds=act)) if self.act else None
+        chosen = find(ExpertsCall.of(up, down, self.top_k, self.activation, self.dtype, M, act=act))
         return chosen is not None and act in chosen[0].acts
 
     def with_shared(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, shared: Shared) -> torch.Tensor:
         """As `forward`, with the output of a shared expert added; for calls for which `fused` has a kernel."""
         up, down = (self.stack(name) for name in self.kind.stacks)
-        spec, config = select(ExpertsCall.of(up, down, ids.shape[-1], self.act, x.dtype, x.shape[0], shared))
-        return spec.launch(x, ids, weights, up, down, self.act, config, shared)  # type: ignore[no-any-return]
+        spec, config = select(ExpertsCall.of(up, down, ids.shape[-1], self.activation, x.dtype, x.shape[0], shared))
+        return spec.launch(x, ids, weights, up, down, self.activation, config, shared)  # type: ignore[no-any-return]
 
     def grouped(self, dtype: torch.dtype) -> bool:
         """Whether any number of tokens is computed without a device sync, so that a CUDA graph can capture it."""
-        return bool(self.act) and takes_any_number(self.stack(self.kind.first), self.stack(DOWN), self.act, dtype)
+        return bool(self.activation) and takes_any_number(self.stack(self.kind.first), self.stack(DOWN), self.activation, dtype)
 
     def _product(self, x: torch.Tensor, experts: torch.Tensor, name: str) -> torch.Tensor:
         """The matmul of each row s of x with the weight of expert `experts[s]`."""

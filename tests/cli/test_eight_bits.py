@@ -85,12 +85,12 @@ def test_experts_of_a_mixture_round_and_are_measured(family_checkpoints, monkeyp
     model, _ = ready(family_checkpoints("qwen3-moe").packed, "cpu")
     experts = {n: m for n, m in model.named_modules() if isinstance(m, QuantExperts)}
     set_activations(model, "fp8")
-    assert [m.rounds for m in experts.values()] == ["fp8", "fp8"]
+    assert [m.act for m in experts.values()] == ["fp8", "fp8"]
     ids = torch.randint(3, 120, (2, 100), generator=torch.Generator().manual_seed(2))
     monkeypatch.setattr(QuantExperts, "takes", lambda self, act, M: act == "int8")
     choice = choose(model, ids, 1e-9)
     assert (choice.act, set(choice.rounded)) == ("int8", experts.keys())
-    assert [m.rounds for m in experts.values()] == ["int8", "int8"]
+    assert [m.act for m in experts.values()] == ["int8", "int8"]
 
 
 def test_the_choice_of_activations_is_printed(loaded):

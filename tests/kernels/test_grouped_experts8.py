@@ -126,7 +126,7 @@ def test_what_is_taken():
     layer, _ = layer_of(Case("fp8", 2, 4, 2, 128, 256, 4, 128, "none", torch.float16, "silu"))
 
     def chosen(M, to, **facts):
-        call = ExpertsCall.of(layer[3], layer[4], 2, "silu", torch.float16, M, rounds=to)
+        call = ExpertsCall.of(layer[3], layer[4], 2, "silu", torch.float16, M, act=to)
         call = dataclasses.replace(call, **{"device": "cuda", "capability": (9, 0)} | facts)
         return registry.select(call)[0].name
 
