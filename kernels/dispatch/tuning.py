@@ -17,7 +17,7 @@ import torch
 
 from lowq_kernels import gpu
 from lowq_kernels.dispatch import policy, registry
-from lowq_kernels.dispatch.registry import Call, Config, kernels
+from lowq_kernels.dispatch.registry import AnyCall, Call, Config, kernels
 from lowq_kernels.dispatch.sources import source_hash
 from lowq_kernels.dispatch.tuning_file import FILE, Entry, Machine, Place, entries_of, read_file
 from lowq_kernels.gpu import Gpu
@@ -199,11 +199,13 @@ def _from_shipped(call: Call) -> Named | None:
     return shipped(gpu.of(call.capability)).lookup(call, near=True) if call.device == "cuda" else None
 
 
-def chosen_by(call: Call, kernel: str | None = None) -> str:
+def chosen_by(call: AnyCall, kernel: str | None = None) -> str:
     """The source of `registry.select`'s choice: "name", "tuned" (the checkpoint's table), "shipped" (a file of tuned/) or
     "rule", the kernels' own."""
     if registry.forced(kernel, call.op):
         return "name"
+    if not isinstance(call, Call):  # only products have tables
+        return "rule"
     spec, config = registry.select(call)
     tables = {"tuned": _from_checkpoint, "shipped": _from_shipped}
     origin = next((who for who, table in tables.items() if table(call) == (spec.name, config)), "rule")

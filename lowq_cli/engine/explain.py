@@ -14,7 +14,7 @@ from lowq_cli.hf.embedding import QuantEmbedding
 from lowq_cli.hf.experts import QuantExperts
 from lowq_cli.models import CausalModel
 from lowq_kernels.activations import act_of
-from lowq_kernels.dispatch.registry import Call, Config, after_rounding, kernels, refusals, select
+from lowq_kernels.dispatch.registry import Call, Config, after_rounding, find, refusals, select
 from lowq_kernels.dispatch.tuning import chosen_by
 from lowq_kernels.fp8.matmul import kernel_for
 from lowq_kernels.gpu import capability
@@ -52,14 +52,18 @@ def kernels_of(model: nn.Module, M: int, dtype: torch.dtype) -> list[LayerKernel
         key = (_pattern(name), *what)
         counts[key] = counts.get(key, 0) + count
     rows = []
-    for (pattern, N, K, scheme, layout, forced, device, act), count in counts.items():
+    for (pattern, N, K, scheme, layout, forced, device, act, experts), count in counts.items():
         kernel, chosen = DENSE if layout == "dense" else forced, ""
         config, refused = Config(), dict[str, str]()
-        if layout not in ("dense", "fp8") and forced not in kernels("experts"):
+        if experts and (fused := find(experts)):
+            kernel, config, chosen, refused = fused[0].name, fused[1], chosen_by(experts), refusals(experts)
+        elif layout not in ("dense", "fp8"):
             call = after_rounding(Call(M, N, K, scheme, layout, dtype, device.type, capability(device), act), forced)
             spec, config = select(call, forced)
             config = {k: config[k] for k in spec.configs[0]}  # a tuning table's file may have another order
             kernel, chosen, refused = spec.name, chosen_by(call, forced), refusals(call)
+            if experts and device.type == "cuda":  # a product for each expert: no kernel takes the layer
+                refused |= refusals(experts)
         elif layout == "dense" and (
             dense := choice(DenseCall(M, N, K, getattr(torch, scheme), device.type, capability(device)))
         ):
@@ -75,22 +79,23 @@ def _pattern(name: str) -> str:
 
 
 def _products(model: nn.Module, M: int, dtype: torch.dtype) -> Iterator[tuple[str, int, tuple[Any, ...]]]:
-    """(name, count, (N, K, scheme or dtype, layout, forced kernel, device, act)) of every weight that multiplies."""
+    """(name, count, (N, K, scheme or dtype, layout, forced kernel, device, act, call of experts)) of every weight."""
     for name, m in model.named_modules():
         if isinstance(m, QuantLinear) and m.in_blocks:
             kernel = kernel_for(m.packed, m.act)
-            yield name, 1, (m.out_features, m.in_features, m.scheme, "fp8", kernel, m.weight.device, m.act)
+            yield name, 1, (m.out_features, m.in_features, m.scheme, "fp8", kernel, m.weight.device, m.act, None)
         elif isinstance(m, QuantLinear):
-            yield name, 1, (m.out_features, m.in_features, m.scheme, m.layout, m.kernel, m.weight.device, act_of(m.act, M))
+            shape, act = (m.out_features, m.in_features), act_of(m.act, M)
+            yield name, 1, (*shape, m.scheme, m.layout, m.kernel, m.weight.device, act, None)
         elif isinstance(m, nn.Linear):
             dense = str(m.weight.dtype).removeprefix("torch.")
-            yield name, 1, (*m.weight.shape, dense, "dense", None, m.weight.device, "none")
+            yield name, 1, (*m.weight.shape, dense, "dense", None, m.weight.device, "none", None)
         elif isinstance(m, QuantExperts):
-            chosen = m.fused(dtype, m.top_k, M)
-            fused, act = (chosen[0].name, chosen[0].acts[0]) if chosen else (None, "none")
+            call = m.call(dtype, m.top_k, M)
+            act = chosen[0].acts[0] if call and (chosen := find(call)) else "none"
             for leaf in m.schemes:
                 s = m.stack(leaf)
-                yield f"{name}.{leaf}", s.words.shape[0], (s.N, s.K, s.scheme, s.layout, fused, s.words.device, act)
+                yield f"{name}.{leaf}", s.words.shape[0], (s.N, s.K, s.scheme, s.layout, None, s.words.device, act, call)
 
 
 def called(model: CausalModel, decoder: Decoder) -> nn.Module:

@@ -198,19 +198,24 @@ class QuantExperts(nn.Module):
         """Set to what products of many tokens round what they multiply, where a kernel does."""
         self.act = act
 
-    def fused(self, dtype: torch.dtype, top_k: int, M: int = 1, shared: Shared | None = None) -> Choice | None:
-        """The kernel that computes the layer, and a shared expert, for M tokens without a device sync, or None."""
+    def call(
+        self, dtype: torch.dtype, top_k: int, M: int, shared: Shared | None = None, act: Act | None = None
+    ) -> ExpertsCall | None:
+        """What dispatch is asked for M tokens, rounded to `act` or else as set; None where no kernel has the activation."""
         if not self.activation:
             return None
         up, down = (self.stack(name) for name in self.kind.stacks)
-        return find(ExpertsCall.of(up, down, top_k, self.activation, dtype, M, shared, self.act))
+        return ExpertsCall.of(up, down, top_k, self.activation, dtype, M, shared, act or self.act)
+
+    def fused(self, dtype: torch.dtype, top_k: int, M: int = 1, shared: Shared | None = None) -> Choice | None:
+        """The kernel that computes the layer, and a shared expert, for M tokens without a device sync, or None."""
+        call = self.call(dtype, top_k, M, shared)
+        return find(call) if call else None
 
     def takes(self, act: Act, M: int) -> bool:
         """Whether a kernel computes the layer of M tokens in 8 bits under `act`."""
-        if not self.activation:
-            return False
-        up, down = (self.stack(name) for name in self.kind.stacks)
-        chosen = find(ExpertsCall.of(up, down, self.top_k, self.activation, self.dtype, M, act=act))
+        call = self.call(self.dtype, self.top_k, M, act=act)
+        chosen = find(call) if call else None
         return chosen is not None and act in chosen[0].acts
 
     def with_shared(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, shared: Shared) -> torch.Tensor:

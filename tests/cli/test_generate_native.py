@@ -237,6 +237,24 @@ def both(x, ids, weights, up, down, act, config, shared):
     return torch.cat(rows) + mlp(x, shared.gate_up, shared.down) * (x @ shared.opening).sigmoid()[:, None]
 
 
+@pytest.mark.parametrize("named", ["", "few"])
+def test_explain_says_which_kernel_computes_experts_and_why_the_others_do_not(named, monkeypatch):
+    model = build("qwen3_moe")
+    pack_experts(model)
+    decoder = NativeDecoder(model)
+    if named:
+        monkeypatch.setenv("LOWQ_KERNEL", named)
+    with emulation.changed_kernels() as kernels:
+        how = {"op": "experts", "devices": ("cpu",), "dtypes": (torch.float32,)}
+        kernels["few"] = KernelSpec("few", both, **how, rank=50, configs=({"WARPS": 2},))
+        kernels["many"] = KernelSpec("many", both, **how, rank=10, refuse=lambda call: f"{call.M} tokens are few")
+        rows = explain.kernels_of(explain.called(model, decoder), 2, torch.float32)
+    experts = [row for row in rows if ".experts." in row.layers]
+    assert [(row.kernel, row.config, row.chosen) for row in experts] == 2 * [("few", {"WARPS": 2}, "name" if named else "rule")]
+    assert all(row.refused["many"] == "2 tokens are few" for row in experts)
+    assert all("few" not in row.refused for row in experts)
+
+
 @pytest.mark.parametrize("why", ["", "another scheme", "a kernel forced"])
 def test_a_shared_expert_joins_the_others_where_a_kernel_takes_both(why):
     model = build("qwen2_moe")
