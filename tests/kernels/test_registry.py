@@ -1,6 +1,8 @@
 """Dispatch: every kernel is well formed, refusals say why, and forcing one by name works or fails aloud."""
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -165,3 +167,18 @@ def test_the_rule_gives_up_to_32_rows_of_a_narrow_layer_to_mma(M, N, name):
     call = registry.Call(M, N, 4096, Scheme(4, 128), "tile", torch.float16, "cuda", (9, 0))
     with registry.asking():
         assert registry.select(call)[0].name == f"cuda/tile_{name}"
+
+
+def not_emulated(modules):
+    """Those of the modules, by their last name, that no test file names which runs emulated sources."""
+    files = [path.read_text() for path in Path(__file__).parent.glob("test_*.py") if path != Path(__file__)]
+    emulated = "\n".join(text for text in files if "emulation.twice(" in text)
+    return {name for module in modules if not re.search(rf"\b{(name := module.rpartition('.')[2])}\b", emulated)}
+
+
+def test_every_cuda_kernel_has_an_emulated_test():
+    """Without a GPU no other test checks its numbers: docs/kernels.md, "Adding one"."""
+    registry.load_kernels()
+    cuda = {spec.launch.__module__ for name, spec in registry.KERNELS.items() if name.startswith("cuda/")}
+    assert not_emulated(cuda) == set()
+    assert not_emulated({*cuda, "lowq_kernels.products.cuda.tile_new"}) == {"tile_new"}
