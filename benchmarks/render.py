@@ -59,8 +59,41 @@ def listed(specs: Iterable[Any]) -> str:
         dtypes = "/".join(str(d).removeprefix("torch.").replace("float", "fp").replace("bfp", "bf") for d in spec.dtypes)
         top = spec.m_range[1]
         m = "any" if top >= 1 << 60 else f"{spec.m_range[0]} .. {top}"
-        rows.append((f"`{spec.name}`", "/".join(spec.devices), "/".join(spec.layouts), widths, dtypes, m, first))
-    return table(("kernel", "device", "layout", ">bits", "activations", "M", "what it is"), rows)
+        values = "/".join(["grid"] * ("" in spec.tables) + ["table"] * any(spec.tables))
+        place = (f"`{spec.name}`", spec.rank, "/".join(spec.devices), "/".join(spec.layouts))
+        rows.append((*place, widths, values, least_groups(spec), dtypes, m, first))
+    columns = ("kernel", ">rank", "device", "layout", ">bits", "values", ">least group", "activations", "M", "what it is")
+    return table(columns, rows)
+
+
+def least_groups(spec: Any) -> str:
+    """The smallest group that a kernel takes, on Hopper if it needs a GPU; with the widths where that depends on them."""
+    widths: dict[int, list[int]] = {}
+    for bits in spec.bits:
+        least = min(group for group in (16, 32, 64, 128) if _takes(spec, bits, group))
+        widths.setdefault(least, []).append(bits)
+    if len(widths) == 1:
+        return str(*widths)
+    return ", ".join(f"{group} ({'/'.join(map(str, bits))})" for group, bits in sorted(widths.items()))
+
+
+def _takes(spec: Any, bits: int, group: int) -> bool:
+    """Whether a kernel takes a large product of so many bits and such groups. On a CPU its layout alone answers: the rest
+    depends on this machine's compiler and processor."""
+    from lowq_kernels import gpu
+    from lowq_kernels.dispatch.registry import Call
+    from lowq_packers import layouts
+    from lowq_packers.scheme import TABLES, Scheme
+
+    kinds = [*(spec.zeros if "" in spec.tables else ()), *(name for name in spec.tables if bits in TABLES.get(name, ()))]
+    for layout in spec.layouts:
+        for scheme in (Scheme.of(bits, group, kind) for kind in kinds):
+            M, side = min(16, spec.m_range[1]), 4096
+            call = Call(M, side, side, scheme, layout, spec.dtypes[0], "cuda", gpu.HOPPER.capability, spec.acts[0])
+            held = layout not in layouts.LAYOUTS or layouts.LAYOUTS[layout].why_not(scheme, side, side) is None
+            if held and ("cuda" not in spec.devices or spec.why_not(call) is None):
+                return True
+    return False
 
 
 @part
@@ -71,8 +104,8 @@ def operations() -> str:
     registry.load_kernels()
     specs = sorted((s for s in registry.KERNELS.values() if s.op != "product"), key=lambda s: (s.op, s.rank))
     firsts = [(sys.modules[s.launch.__module__].__doc__ or "").strip().splitlines()[0] for s in specs]
-    rows = [(s.op, f"`{s.name}`", "/".join(s.devices), first) for s, first in zip(specs, firsts, strict=True)]
-    return table(("operation", "kernel", "device", "what it is"), rows)
+    rows = [(s.op, f"`{s.name}`", s.rank, "/".join(s.devices), first) for s, first in zip(specs, firsts, strict=True)]
+    return table(("operation", "kernel", ">rank", "device", "what it is"), rows)
 
 
 @part
