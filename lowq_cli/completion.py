@@ -45,9 +45,9 @@ def exports(incomplete: str) -> list[str]:
 
 def engines(incomplete: str) -> list[str]:
     """Engines and formats for `--for`."""
-    from lowq_cli.plan.targets import ENGINES
+    from lowq_cli.plan.targets import TARGETS
 
-    return words(*ENGINES)(incomplete)
+    return words(*TARGETS)(incomplete)
 
 
 def types(incomplete: str) -> list[str]:

@@ -128,8 +128,8 @@ CHOICES = [  # typed by hand in the help, which must not import what knows them
     ("quantize", "--method", ["auto", *quantizers.methods()]),
     ("quantize", "--zero", ZERO_KINDS),
     ("quantize", "--layout", recipe.LAYOUTS),
-    ("quantize", "--for", targets.ENGINES),
-    ("quantize", "--export", [t.export for t in targets.ENGINES.values()]),
+    ("quantize", "--for", targets.TARGETS),
+    ("quantize", "--export", [t.export for t in targets.TARGETS.values()]),
     ("quantize", "--act", ACTS),
     ("eval", "--act", ACTS),
 ]

@@ -19,7 +19,7 @@ EXAMPLES = """Examples:
   lowq export my-model-gptq --to mlx
   lowq export my-lowq --to compressed-tensors --check-tp 8"""
 
-READERS = {  # the formats of formats.EXPORTED (whose import takes 30 ms), and the command that loads an export, if there is one
+LOAD_COMMANDS = {  # format of formats.EXPORTED (whose import takes 30 ms) -> the command that loads an export, if there is one
     **dict.fromkeys(("compressed-tensors", "gptq", "awq"), "vllm serve {}"),
     **{
         "humming": None,
@@ -36,7 +36,7 @@ def export(
     to: Annotated[
         str | None,
         typer.Option(
-            help=f"{', '.join(READERS)}.  [default: the first that stores it exactly]", autocompletion=completion.exports
+            help=f"{', '.join(LOAD_COMMANDS)}.  [default: the first that stores it exactly]", autocompletion=completion.exports
         ),
     ] = None,
     out: Annotated[
@@ -130,5 +130,5 @@ def show(exported: "Exported") -> None:
     console.say(f"{exported.matrices} weights, {console.size(exported.bytes)}{there}; serves in: {', '.join(exported.engines)}")
     for note in exported.notes:
         console.say(f"note: {note}")
-    if program := READERS.get(exported.format):
+    if program := LOAD_COMMANDS.get(exported.format):
         console.say(f"next: {program.format(state.as_argument(exported.out))}")

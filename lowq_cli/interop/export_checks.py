@@ -214,7 +214,7 @@ def exportable(checkpoint: Checkpoint) -> list[str]:
 
 def reachable(checkpoint: Checkpoint, to: str) -> bool:
     """Whether the same model could be exported to `to` after quantizing with the defaults of `quantize --export`."""
-    target, fmt = next((t for t in targets.ENGINES.values() if t.export == to), None), formats.get(to)
+    target, fmt = next((t for t in targets.TARGETS.values() if t.export == to), None), formats.get(to)
     if target is None:
         return False
 
@@ -253,6 +253,6 @@ def way_out(checkpoint: Checkpoint, to: str | None) -> Iterator[None]:
         form = to or next((name for name in EXPORTED if reachable(checkpoint, name)), EXPORTED[0])
         if source is None or not reachable(checkpoint, form):
             raise
-        fits = any(t.export == form and bits in t.bits for t in targets.ENGINES.values())
+        fits = any(t.export == form and bits in t.bits for t in targets.TARGETS.values())
         width = f" --bits {bits}" if fits and bits != 4 else ""
         raise UnsupportedError(f"{e}; from the original: lowq quantize {as_argument(source)}{width} --export {form}") from None

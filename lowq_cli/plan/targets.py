@@ -44,7 +44,7 @@ class Target:
         return formats.get(self.export).why_not(scheme, N, K)
 
 
-ENGINES = {
+TARGETS = {
     t.engine: t
     for t in (
         Target("vllm", "compressed-tensors", (4, 8, 2), (128, 64, 32, "channel")),
@@ -62,7 +62,7 @@ ENGINES = {
 
 def no_such(flag: str, given: str, known: Sequence[str]) -> UsageError:
     """The error for an engine or format that does not exist, with the one that was probably meant: --to llama.cpp is gguf."""
-    pairs = [(t.engine, t.export) for t in ENGINES.values()]
+    pairs = [(t.engine, t.export) for t in TARGETS.values()]
     names = [given.lower(), *(b for pair in pairs for a, b in (pair, pair[::-1]) if a == given.lower())]
     meant = next((f"; did you mean {flag} {name}?" for name in names if name in known), f"; use one of {', '.join(known)}")
     return UsageError(f"{flag} {given} does not exist{meant}")
@@ -70,14 +70,14 @@ def no_such(flag: str, given: str, known: Sequence[str]) -> UsageError:
 
 def get(engine: str) -> Target:
     """The target of that name. Raises UsageError with the list of the existing ones."""
-    if engine not in ENGINES:
-        raise no_such("--for", engine, tuple(ENGINES))
-    return ENGINES[engine]
+    if engine not in TARGETS:
+        raise no_such("--for", engine, tuple(TARGETS))
+    return TARGETS[engine]
 
 
 def of_export(form: str, engine: str | None) -> str:
     """The engine for an export format: the named one, if it reads the format. Raises UsageError."""
-    name_of = {t.export: name for name, t in ENGINES.items()}
+    name_of = {t.export: name for name, t in TARGETS.items()}
     if form not in name_of:
         raise no_such("--export", form, tuple(name_of))
     if engine is not None and get(engine).export != form:

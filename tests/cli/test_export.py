@@ -10,7 +10,7 @@ from exported import FLOAT, HEAD, INT4, SYM, dense_tensors
 from safetensors.torch import load_file, save_file
 
 from lowq_cli import main
-from lowq_cli.commands.export import READERS
+from lowq_cli.commands.export import LOAD_COMMANDS
 from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.files.source import open_source
 from lowq_cli.interop.export_checks import exportable
@@ -128,7 +128,7 @@ def test_a_full_folder_an_unknown_format_and_a_model_that_is_not_ours(bf16_check
 
 
 def test_help_names_the_formats_that_there_are():
-    assert tuple(READERS) == formats.EXPORTED
+    assert tuple(LOAD_COMMANDS) == formats.EXPORTED
 
 
 def test_the_command(bf16_checkpoints, tmp_path, capsys):

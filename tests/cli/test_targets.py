@@ -20,7 +20,7 @@ def state(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
-@pytest.mark.parametrize("engine", targets.ENGINES)
+@pytest.mark.parametrize("engine", targets.TARGETS)
 def test_schemes_chosen_for_an_engine_export_exactly(family_checkpoints, tmp_path, engine):
     # GGUF needs a tokenizer, Humming's kernels rows in multiples of 64
     model = "demo" if engine in ("llama.cpp", "humming") else family_checkpoints("llama").dense

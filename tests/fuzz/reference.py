@@ -40,7 +40,7 @@ def reading(name: str, folder: Path) -> dict[str, torch.Tensor] | None:
         result: dict[str, torch.Tensor] = {}
         for n in tensors:
             module, _, leaf = n.rpartition(".")
-            if leaf in LEAF[name] and (made := READERS[name](config, tensors, module)) is not None:
+            if leaf in LEAF[name] and (made := SECOND_READERS[name](config, tensors, module)) is not None:
                 result |= made if isinstance(made, dict) else {module: made}
         return {n.removesuffix(".weight"): t.float() for n, t in tensors.items()} | result
     except Exception:
@@ -277,7 +277,7 @@ LEAF: dict[str, tuple[str, ...]] = {
     **{"gemlite": ("W_q",), "mxfp4": ("gate_up_proj_blocks", "down_proj_blocks"), "lowq, a table": ("weight",)},
 }
 Made = torch.Tensor | dict[str, torch.Tensor] | None
-READERS: dict[str, Callable[[Any, Tensors, str], Made]] = {
+SECOND_READERS: dict[str, Callable[[Any, Tensors, str], Made]] = {
     **{"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed, "hqq": _hqq},
     **{"humming": _if("weight_scale", _humming), "mlx": _if("scales", _mlx)},
     **{"fp8": _if("weight_scale_inv", _fp8), "lowq": _if("weight_scale", _lowq), "dense": lambda *_: None},
