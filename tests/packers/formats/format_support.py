@@ -23,12 +23,16 @@ ST = {
     torch.int8: "I8",
     torch.uint32: "U32",
     torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
     torch.int16: "I16",
 }
 OF_TABLES = {
     "e2m1/e4m3": 16,
     "e2m1/e8m0": 32,
     "nf4": 32,
+    "iq4_nl": 32,
+    "fitted": 32,
+    "fitted/e4m3": 16,
 }  # kinds of schemes with a table that formats hold, and the groups of tests
 KINDS = [(b, z) for b in BITS for z in ("float", "int", "none")] + [(4, kind) for kind in OF_TABLES]
 WRITERS = [*(f for f in formats.FORMATS.values() if f.write), GEMLITE]
@@ -79,11 +83,12 @@ def random_q(bits, group, zero, N, K, seed=0, dtype=torch.float16):
     codes = torch.randint(0, 1 << bits, (N, K), generator=g, dtype=torch.uint8)
     if zero not in ZERO_KINDS:
         s = scheme_of(bits, zero, group)
+        table = torch.randn(1, s.levels, generator=g) if s.table == "fitted" else None
         if s.scale == "float":
-            return QuantizedTensor.of(s, codes, torch.rand(N, s.groups(K), generator=g) + 0.001, None)
+            return QuantizedTensor.of(s, codes, torch.rand(N, s.groups(K), generator=g) + 0.001, None, table)
         scales = torch.randint(1 if s.scale == "e4m3" else 100, 127, (N, s.groups(K)), generator=g, dtype=torch.uint8)
         factor = 1 / (torch.rand(1, 1, generator=g) * 1000 + 1) if s.table_width else None
-        return QuantizedTensor.of(s, codes, scales, None, factor)
+        return QuantizedTensor.of(s, codes, scales, None, factor if table is None else table)
     scales = (torch.randint(1, 8, (N, K // group), generator=g) / 1024).to(dtype)
     zeros = None
     if zero != "none":
@@ -129,6 +134,7 @@ HELD = {
 }
 for fmt in WRITERS:  # of a new format, what it says itself
     HELD.setdefault(fmt.name, [kind for kind in KINDS if fmt.why_not(scheme_of(*kind, 64), 64, 128) is None])
+    assert HELD[fmt.name], f"{fmt.name} holds none of KINDS, so no test would write it: add its kind and group to OF_TABLES"
 
 
 def dense(codes, bits):
