@@ -2,6 +2,11 @@
 
 Few slots (a token's experts, over all tokens) read their experts once each (experts.py); more, on Hopper, are sorted by expert,
 and each expert is read once (grouped_experts.py).
+
+The way of a layer: its module (QuantExperts of hf/experts.py, also in the native decoder; vllm_plugin/experts.py) calls
+`mixture`, which asks the registry for the kernel of an `ExpertsCall` (modules/stack.py): experts.py, grouped_experts.py, or for
+rounded inputs grouped_experts8.py. Where `choice` has none, the module multiplies expert by expert; on a CPU it calls
+mixture_cpu.py. A shared expert is part of the call where engine/folding.py joined it (`QuantExperts.with_shared`).
 """
 
 from collections.abc import Callable
