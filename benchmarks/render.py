@@ -10,6 +10,7 @@ here. docs/gemv.md and docs/splitk.md are written whole. Runs anywhere, without 
 import contextlib
 import importlib
 import io
+import json
 import os
 import pkgutil
 import re
@@ -94,6 +95,16 @@ def _takes(spec: Any, bits: int, group: int) -> bool:
             if held and ("cuda" not in spec.devices or spec.why_not(call) is None):
                 return True
     return False
+
+
+@part
+def prefer() -> str:
+    """A row of measurements that says when a kernel goes first: one with a lower bound and its reason."""
+    from lowq_kernels.dispatch import policy
+
+    (file,) = (f for f in policy.files() if f["file"] == "h100.json")
+    row = next(r for r in file["prefer"] if "why" in r and any(key.startswith("least_") for key in r))
+    return f"```json\n{json.dumps(row)}\n```\n"
 
 
 @part

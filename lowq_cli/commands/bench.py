@@ -25,12 +25,14 @@ def bench(
     shape: Annotated[
         list[str] | None, typer.Option(metavar="NxK", help="A shape to time instead of a checkpoint's; repeatable.")
     ] = None,
-    bits: Annotated[list[int] | None, typer.Option(help="Bits for --shape; repeatable.  [default: 4]")] = None,
+    bits: Annotated[
+        list[int] | None, typer.Option(help="Bits for --shape, of evenly spaced values; repeatable.  [default: 4]")
+    ] = None,
     group: Annotated[str, typer.Option(help="Group size for --shape, or channel.")] = "128",
     batch: Annotated[str, typer.Option(metavar="1,2,4,...", help="Rows of x.")] = BATCHES,
     kernel: Annotated[str | None, typer.Option(metavar="NAME|all", help="One kernel, or all.  [default: as dispatch]")] = None,
     op: Annotated[
-        str, typer.Option(help="product, fp8_product, dense, attend, experts; all but product need --shape.")
+        str, typer.Option(help="product, fp8_product, dense, attend, experts (2 of 8 a token); all but product need --shape.")
     ] = "product",
     kv: KvCache = "16",
     device: Device = "auto",

@@ -1,4 +1,4 @@
-"""cuda/tile_mma: small M from the tile layout. The kernel, its plan and its limits are described in tile_mma.cu.
+"""cuda/tile_mma: small M, from GEMV on, from the tile layout. The kernel, its plan and its limits are described in tile_mma.cu.
 
 A config: WARPS of a block share K; ROW_TILES of 16 rows of W a block; BLOCK_K, k that a warp takes at once; STEPS_IN_FLIGHT of
 these; BLOCKS_PER_SM, which caps the registers; INT8_PLANES 1: codes and x as bytes, for a row or two (split_int8.cuh).
