@@ -18,9 +18,9 @@ from lowq_kernels.cuda.driver import UNFOLDED, Folded, Kernel
 from lowq_kernels.cuda.operands import TYPES, form, scales_zeros_bias, tables_of
 from lowq_kernels.decode import launch
 from lowq_kernels.decode.activation import UNGATED
-from lowq_kernels.decode.mixture import FEW_TOKENS, many_slots
+from lowq_kernels.decode.mixture import FEW_TOKENS, ExpertsCall, many_slots
 from lowq_kernels.dispatch.registry import Config, register
-from lowq_kernels.modules.stack import ExpertsCall, Facts, Shared, Stack
+from lowq_kernels.modules.stack import Facts, Shared, Stack
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import CHUNK, chunks
 from lowq_packers.scheme import Scheme

@@ -19,9 +19,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from lowq_kernels.decode.activation import UNGATED
 from lowq_kernels.decode.elementwise import activated, gated
 from lowq_kernels.decode.launch import pdl
-from lowq_kernels.decode.mixture import many_slots
+from lowq_kernels.decode.mixture import ExpertsCall, many_slots
 from lowq_kernels.dispatch.registry import Config, register
-from lowq_kernels.modules.stack import ExpertsCall, Stack
+from lowq_kernels.modules.stack import Stack
 from lowq_kernels.products.cuda import tile_wgmma_grouped
 
 ACTS = ("silu", "gelu_tanh", "clamped_swiglu", *(UNGATED + act for act in ("relu2", "silu", "gelu", "gelu_tanh", "relu")))

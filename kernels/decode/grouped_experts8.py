@@ -9,8 +9,9 @@ weigh           as in grouped_experts.py
 import torch
 
 from lowq_kernels.decode.grouped_experts import ACTS, between, place, weighed
+from lowq_kernels.decode.mixture import ExpertsCall
 from lowq_kernels.dispatch.registry import Config, configs_of, register
-from lowq_kernels.modules.stack import ExpertsCall, Stack
+from lowq_kernels.modules.stack import Stack
 from lowq_kernels.products.cuda import tile_wgmma8
 from lowq_packers.scheme import Act
 

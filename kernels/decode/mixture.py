@@ -4,18 +4,22 @@ Few slots (a token's experts, over all tokens) read their experts once each (exp
 and each expert is read once (grouped_experts.py).
 
 The way of a layer: its module (QuantExperts of hf/experts.py, also in the native decoder; vllm_plugin/experts.py) calls
-`mixture`, which asks the registry for the kernel of an `ExpertsCall` (modules/stack.py): experts.py, grouped_experts.py, or for
+`mixture`, which asks the registry for the kernel of an `ExpertsCall`: experts.py, grouped_experts.py, or for
 rounded inputs grouped_experts8.py. Where `choice` has none, the module multiplies expert by expert; on a CPU it calls
 mixture_cpu.py. A shared expert is part of the call where engine/folding.py joined it (`QuantExperts.with_shared`).
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
+from lowq_kernels.activations import act_of
 from lowq_kernels.decode.activation import UNGATED
-from lowq_kernels.dispatch.registry import Choice, find, forced
-from lowq_kernels.modules.stack import ExpertsCall, Facts, Stack
+from lowq_kernels.dispatch.registry import Choice, Op, find, forced
+from lowq_kernels.gpu import capability
+from lowq_kernels.modules.stack import Facts, Shared, Stack
 from lowq_packers.scheme import Act
 
 FEW_TOKENS = 128  # up to here reading an expert once per token costs less than 256 launches, one or two per expert
@@ -29,6 +33,48 @@ MOST_UNGATED = 1 / 16
 # ungrouped (grouped), H200: glm4_moe, three mixtures of 128 experts, 737 (615), minimax_m2, three of 256, 567 (475).
 LEAST_WIDE, LEAST_SLOTS = 0.25, 64
 WIDE = 1408  # least features between the products of `wide` experts; with qwen3_moe's 768, 8 sequences were not timed
+
+
+@dataclass(frozen=True)
+class ExpertsCall:
+    """A mixture's layer of M tokens, top_k of E experts each; the device is not waited for. activation: as
+    `activation.gated` has it, or UNGATED and what `activated` has.
+
+    Its kernels are launch(x, ids, weights, gate_up, down, activation, config) -> y: for each row of x (M, H) the sum over its
+    experts ids (M, top_k) int64 of weights (M, top_k) * down(activation(gate x) * up x), biases of stacks added. With `shared`,
+    the facts of a `Shared`, which is then the last argument, its output is added.
+    """
+
+    op: ClassVar[Op] = "experts"
+    M: int
+    E: int
+    gate_up: Facts
+    down: Facts
+    top_k: int
+    activation: str
+    dtype: torch.dtype
+    device: str
+    capability: tuple[int, int]
+    shared: tuple[Facts, Facts] | None = None
+    biased: bool = False  # whether a stack has biases
+    act: Act = "none"  # to what the products may round what they multiply; a kernel that does not keeps 16 bits
+
+    @classmethod
+    def of(
+        cls,
+        up: Stack,
+        down: Stack,
+        top_k: int,
+        activation: str,
+        dtype: torch.dtype,
+        M: int,
+        shared: Shared | None = None,
+        act: Act = "none",
+    ) -> "ExpertsCall":
+        """The call of M tokens on the weights' device; `act`: the layer's mode, for many rows (`act_of`)."""
+        device, facts = up.words.device, None if shared is None else shared.facts
+        biased, E, to = up.bias is not None or down.bias is not None, up.words.shape[0], act_of(act, M)
+        return cls(M, E, up.facts, down.facts, top_k, activation, dtype, device.type, capability(device), facts, biased, to)
 
 
 def wide(down: Facts) -> bool:

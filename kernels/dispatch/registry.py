@@ -100,8 +100,7 @@ class KernelSpec:
     dtypes: tuple[torch.dtype, ...] = FLOATS
     m_range: tuple[int, int] = ANY_M
     preferred_m: tuple[int, int] = ANY_M
-    # Conditions of preference beyond preferred_m. Set it: by default a kernel of low rank goes first wherever it can run.
-    prefer: Callable[[Any], bool] = lambda call: True
+    prefer: Callable[[Any], bool] = lambda call: True  # beyond preferred_m; unless set, a low rank goes first everywhere
     min_capability: tuple[int, int] = (0, 0)
     rank: int = 100  # the rule chooses the lowest rank among kernels that prefer the call
     configs: tuple[Config, ...] = ({},)

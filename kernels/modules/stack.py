@@ -1,16 +1,14 @@
 """Stack: the packed weights of a mixture's experts in one tensor, so that one kernel can address each of them."""
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
-from lowq_kernels.activations import act_of
-from lowq_kernels.dispatch.registry import Op, matmul
-from lowq_kernels.gpu import capability
+from lowq_kernels.dispatch.registry import matmul
 from lowq_kernels.products.cpu import dense
 from lowq_packers.layouts import PackedWeight, repack
-from lowq_packers.scheme import Act, Scheme
+from lowq_packers.scheme import Scheme
 
 Facts = tuple[int, int, Scheme | None, str]  # N, K, scheme and layout of a Stack
 
@@ -90,45 +88,3 @@ class Shared:
     def facts(self) -> tuple[Facts, Facts]:
         """The facts that dispatch uses."""
         return tuple((p.N, p.K, p.scheme, p.layout) for p in (self.gate_up, self.down))  # type: ignore[return-value]
-
-
-@dataclass(frozen=True)
-class ExpertsCall:
-    """A mixture's layer of M tokens, top_k of E experts each; the device is not waited for. activation: as
-    `activation.gated` has it, or UNGATED and what `activated` has.
-
-    Its kernels are launch(x, ids, weights, gate_up, down, activation, config) -> y: for each row of x (M, H) the sum over its
-    experts ids (M, top_k) int64 of weights (M, top_k) * down(activation(gate x) * up x), biases of stacks added. With `shared`,
-    the facts of a `Shared`, which is then the last argument, its output is added.
-    """
-
-    op: ClassVar[Op] = "experts"
-    M: int
-    E: int
-    gate_up: Facts
-    down: Facts
-    top_k: int
-    activation: str
-    dtype: torch.dtype
-    device: str
-    capability: tuple[int, int]
-    shared: tuple[Facts, Facts] | None = None
-    biased: bool = False  # whether a stack has biases
-    act: Act = "none"  # to what the products may round what they multiply; a kernel that does not keeps 16 bits
-
-    @classmethod
-    def of(
-        cls,
-        up: Stack,
-        down: Stack,
-        top_k: int,
-        activation: str,
-        dtype: torch.dtype,
-        M: int,
-        shared: Shared | None = None,
-        act: Act = "none",
-    ) -> "ExpertsCall":
-        """The call of M tokens on the weights' device; `act`: the layer's mode, for many rows (`act_of`)."""
-        device, facts = up.words.device, None if shared is None else shared.facts
-        biased, E, to = up.bias is not None or down.bias is not None, up.words.shape[0], act_of(act, M)
-        return cls(M, E, up.facts, down.facts, top_k, activation, dtype, device.type, capability(device), facts, biased, to)

@@ -25,9 +25,7 @@ def bench(
     shape: Annotated[
         list[str] | None, typer.Option(metavar="NxK", help="A shape to time instead of a checkpoint's; repeatable.")
     ] = None,
-    bits: Annotated[
-        list[int] | None, typer.Option(help="Bits for --shape, of evenly spaced values; repeatable.  [default: 4]")
-    ] = None,
+    bits: Annotated[list[int] | None, typer.Option(help="Bits for --shape (no tables); repeatable.  [default: 4]")] = None,
     group: Annotated[str, typer.Option(help="Group size for --shape, or channel.")] = "128",
     batch: Annotated[str, typer.Option(metavar="1,2,4,...", help="Rows of x.")] = BATCHES,
     kernel: Annotated[str | None, typer.Option(metavar="NAME|all", help="One kernel, or all.  [default: as dispatch]")] = None,

@@ -14,13 +14,13 @@ from torch import nn
 from lowq_cli.hf.expert_kinds import DOWN, Kind, between, kind_of
 from lowq_kernels.decode import mixture_cpu
 from lowq_kernels.decode.activation import UNGATED
+from lowq_kernels.decode.mixture import ExpertsCall, takes_any_number
 from lowq_kernels.decode.mixture import mixture as mixture_gpu
-from lowq_kernels.decode.mixture import takes_any_number
 from lowq_kernels.dispatch.layouts import best_layout
 from lowq_kernels.dispatch.registry import Choice, find, select
 from lowq_kernels.modules.linear import blank_table, only_moved
 from lowq_kernels.modules.ops import through_autograd
-from lowq_kernels.modules.stack import ExpertsCall, Shared, Stack
+from lowq_kernels.modules.stack import Shared, Stack
 from lowq_packers import bitstream
 from lowq_packers.layouts import DISK, pack_facts, read_facts
 from lowq_packers.scheme import Act, Scheme

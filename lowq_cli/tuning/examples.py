@@ -10,13 +10,14 @@ import torch
 from lowq_kernels.activations import Act
 from lowq_kernels.decode import kv, reference
 from lowq_kernels.decode.attend import AttendCall
+from lowq_kernels.decode.mixture import ExpertsCall
 from lowq_kernels.dispatch.layouts import best_layout
 from lowq_kernels.dispatch.measure import call_for, copies, random_weight
 from lowq_kernels.dispatch.registry import AnyCall, KernelSpec, Op
 from lowq_kernels.dispatch.timing import call_bytes, rotation
 from lowq_kernels.dispatch.tuning import Shape
 from lowq_kernels.fp8.call import Fp8Call
-from lowq_kernels.modules.stack import ExpertsCall, Stack
+from lowq_kernels.modules.stack import Stack
 from lowq_kernels.products.dense_call import DenseCall
 from lowq_packers import fp8
 from lowq_packers.errors import UsageError

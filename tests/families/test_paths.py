@@ -31,10 +31,10 @@ from lowq_kernels.decode.activation import UNGATED
 from lowq_kernels.decode.attend import AttendCall
 from lowq_kernels.decode.kv import PLAIN
 from lowq_kernels.decode.latent import LatentCall
+from lowq_kernels.decode.mixture import ExpertsCall
 from lowq_kernels.decode.prompt_call import PromptCall
 from lowq_kernels.decode.route import Routing
 from lowq_kernels.dispatch.registry import find, kernels
-from lowq_kernels.modules.stack import ExpertsCall
 from lowq_packers.arch import families, parts
 from lowq_packers.arch.names import tensors
 from lowq_packers.arch.parts import Model, walk

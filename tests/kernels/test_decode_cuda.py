@@ -22,10 +22,11 @@ from lowq_kernels.decode import activation, attend_cuda, attend_prepared, kv, pr
 from lowq_kernels.decode import experts as mixture
 from lowq_kernels.decode.attend import AttendCall
 from lowq_kernels.decode.kv_triton import NUMBERS
+from lowq_kernels.decode.mixture import ExpertsCall
 from lowq_kernels.decode.norms import Norm
 from lowq_kernels.dispatch import registry
 from lowq_kernels.dispatch.registry import find, named, select
-from lowq_kernels.modules.stack import ExpertsCall, Shared
+from lowq_kernels.modules.stack import Shared
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []

@@ -14,8 +14,8 @@ from machine_code import without_spills
 from lowq_kernels.activations import rounded
 from lowq_kernels.decode import activation, grouped_experts8, reference
 from lowq_kernels.decode.grouped_experts import weighed
+from lowq_kernels.decode.mixture import ExpertsCall
 from lowq_kernels.dispatch import registry
-from lowq_kernels.modules.stack import ExpertsCall
 from lowq_kernels.products.cuda import tile_wgmma8
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

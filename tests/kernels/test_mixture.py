@@ -6,8 +6,8 @@ import torch
 pytest.importorskip("triton", reason="the grouped kernel is Triton's and CUDA's")
 
 from lowq_kernels.decode import mixture
+from lowq_kernels.decode.mixture import ExpertsCall
 from lowq_kernels.dispatch import registry
-from lowq_kernels.modules.stack import ExpertsCall
 from lowq_packers.errors import UnsupportedError
 from lowq_packers.scheme import Scheme
 
