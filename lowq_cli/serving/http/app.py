@@ -1,12 +1,11 @@
 """The ASGI application: the server's paths and the handler of each, behind the checks that every request passes first."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import resources
-from secrets import randbits
 from typing import Any
 
 from starlette.applications import Starlette
@@ -18,10 +17,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from lowq_cli.calibrate.texts import check_ids
-from lowq_cli.engine.prompts import encode
-from lowq_cli.hf.pictures import Packed, check_typed, expanded
-from lowq_cli.output.read import Reader
-from lowq_cli.output.syntaxes import Syntax
 from lowq_cli.serving.dialects import embeddings, ollama, rerank, tokens
 from lowq_cli.serving.dialects.chat import Chat
 from lowq_cli.serving.dialects.completions import Completions
@@ -29,26 +24,20 @@ from lowq_cli.serving.dialects.messages import Messages
 from lowq_cli.serving.dialects.ollama import Ollama
 from lowq_cli.serving.dialects.responses import Responses
 from lowq_cli.serving.http import fields, refusal, tools
-from lowq_cli.serving.http.answers import Answer, Dialect, Echoed, Gone, unanswered
+from lowq_cli.serving.http.answers import Answer, Dialect, Gone
 from lowq_cli.serving.http.bodies import Bodies
-from lowq_cli.serving.http.conversation import prompt_text, template_of
+from lowq_cli.serving.http.engine_requests import check_lengths, encoded, prompts_of, queue, read_prompts
 from lowq_cli.serving.http.guard import Guard
 from lowq_cli.serving.http.local import Local
 from lowq_cli.serving.http.metrics import CONTENT_TYPE, Metrics
 from lowq_cli.serving.http.model_pool import ModelPool
-from lowq_cli.serving.http.pictures import take
 from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.http.reply import EventStream, Log, answer_json, following, too_late
-from lowq_cli.serving.http.rules import rules_of
-from lowq_cli.serving.http.served_model import ServedModel
-from lowq_cli.serving.http.text import Writer, places, stop_tokens
-from lowq_cli.serving.request import MOST_LOGPROBS, Done, Draw, Mask, Read, Request
+from lowq_cli.serving.request import MOST_LOGPROBS, Done, Read
 from lowq_packers.errors import LowqError
 
-COMPLETION_TOKENS = 16  # max_tokens of /v1/completions if the request sets none, as in OpenAI's API
-READ_AT_ONCE = 64  # max. prompts of one request in the engine's queue at once, so that other requests get a share of it
-LONG = 16384  # more characters than this are tokenized in a thread instead of in the event loop
 PICTURE_BODY = 32 << 20  # max. bytes of a body if a model takes images: an image of 20 MB has 27 MB as base64
+EMBEDDINGS = ("/v1/embeddings", "/api/embed", "/api/embeddings")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
@@ -119,11 +108,8 @@ def make_app(served: Served) -> ASGIApp:
         Route("/detokenize", endpoints.detokenize, methods=["POST"]),
         Route("/api/chat", endpoints.answers("api/chat"), methods=["POST"]),
         Route("/api/generate", endpoints.answers("api/generate"), methods=["POST"]),
-        Route("/v1/embeddings", endpoints.embeddings, methods=["POST"]),
-        Route("/api/embed", endpoints.embeddings, methods=["POST"]),
-        Route("/api/embeddings", endpoints.embeddings, methods=["POST"]),
-        Route("/v1/rerank", endpoints.rerank, methods=["POST"]),
-        Route("/rerank", endpoints.rerank, methods=["POST"]),
+        *(Route(path, endpoints.embeddings, methods=["POST"]) for path in EMBEDDINGS),
+        *(Route(path, endpoints.rerank, methods=["POST"]) for path in ("/v1/rerank", "/rerank")),
         Route("/api/tags", endpoints.tags),
         Route("/api/ps", endpoints.loaded),
         Route("/api/show", endpoints.show, methods=["POST"]),
@@ -133,16 +119,6 @@ def make_app(served: Served) -> ASGIApp:
     return Guard(
         Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers), served.api_key, served.hosts, served.log
     )
-
-
-async def _pictures(model: ServedModel, params: fields.Params) -> tuple[fields.Params, tuple[Packed, ...]]:
-    """The request with a placeholder for each image, and the preprocessed images. Raises Refusal."""
-    if not params.chat:
-        return params, ()
-    params, given = take(params)
-    if given and model.pictures is None:
-        raise refusal.wrong(given[0][0], "this model takes no pictures")
-    return params, await model.pictures.read(given) if model.pictures is not None else ()
 
 
 async def _refused(_: HttpRequest, why: Exception) -> Response:
@@ -195,11 +171,7 @@ class Endpoints:
 
     def answers(self, dialect: str) -> Callable[[HttpRequest], Awaitable[Response]]:
         """The handler of a path at which a model answers in this dialect."""
-
-        async def answered(request: HttpRequest) -> Response:
-            return await self._answer(request, self.of[dialect])
-
-        return answered
+        return partial(self._answer, dialect=self.of[dialect])
 
     async def tags(self, _: HttpRequest) -> Response:
         """/api/tags: all models, for ollama's clients."""
@@ -231,7 +203,7 @@ class Endpoints:
                 if params is None:
                     ids = await asyncio.to_thread(tokens.of_text, model.tokenizer, body)
                 else:
-                    ids = (await self._prompts(model, params, tools.read(params)))[0][0]
+                    ids = (await prompts_of(model, params, tools.read(params)))[0][0]
                 return tokens.response(model, ids, body)
 
         return await self._reply(request, self.of["completion"], result)
@@ -245,11 +217,10 @@ class Endpoints:
             name = _model(body)
             name = name if ours or name is None else name.removesuffix(ollama.LATEST)
             async with self.served.models.lease(name, request.receive) as model:
-                ids = await asyncio.to_thread(_encoded, model, settings.texts)
-                self._check_lengths(model, ids, "input")
-                read = Read("hidden", pooling=settings.pooling or model.facts.pooling)
-                adapter, _ = model.adapter(None, name)
-                outputs = await self._read(model, [Request(tuple(p), 1, read=read, adapter=adapter) for p in ids], request)
+                ids = await asyncio.to_thread(encoded, model, settings.texts)
+                check_lengths(model, ids, "input")
+                query, (adapter, _) = Read("hidden", pooling=settings.pooling or model.facts.pooling), model.adapter(None, name)
+                outputs = await read_prompts(model, ids, query, adapter, request.receive, self.served.answer_s)
             vectors = await asyncio.to_thread(embeddings.vectors, outputs, settings)
             n = sum(map(len, ids))
             if ours:
@@ -268,11 +239,10 @@ class Endpoints:
             async with self.served.models.lease(_model(body), request.receive) as model:
                 if not model.tokenizer.chat_template:
                     raise refusal.wrong("model", "has no chat template, by which a model judges documents; use /v1/embeddings")
-                ids = [(await self._prompts(model, ranking.chat(d), tools.Tools()))[0][0] for d in ranking.documents]
-                self._check_lengths(model, ids, "documents")
-                read = Read("next", MOST_LOGPROBS)
-                adapter, _ = model.adapter(None, _model(body))
-                outputs = await self._read(model, [Request(tuple(p), 1, read=read, adapter=adapter) for p in ids], request)
+                ids = [(await prompts_of(model, ranking.chat(d), tools.Tools()))[0][0] for d in ranking.documents]
+                check_lengths(model, ids, "documents")
+                query, (adapter, _) = Read("next", MOST_LOGPROBS), model.adapter(None, _model(body))
+                outputs = await read_prompts(model, ids, query, adapter, request.receive, self.served.answer_s)
                 scores = [rerank.score(one[0], lambda t: model.names.of(t)[0]) for one in outputs]
             return rerank.whole(model.name, scores, ranking, sum(map(len, ids)))
 
@@ -297,7 +267,7 @@ class Endpoints:
         async def count(body: dict[str, Any]) -> dict[str, Any]:
             params = dialect.read(body)
             async with self.served.models.lease(params.get("model"), request.receive) as model:
-                prompts, *_ = await self._prompts(model, params, tools.read(params))
+                prompts, *_ = await prompts_of(model, params, tools.read(params))
             return {"input_tokens": len(prompts[0])}
 
         return await self._reply(request, dialect, count)
@@ -312,10 +282,8 @@ class Endpoints:
                 return answer_json(await work(fields.parsed(raw)))
         except ClientDisconnect:
             return Response(status_code=499)
-        except LowqError as e:
+        except (LowqError, Refusal) as e:
             return log.refused(refusal.of(e))
-        except Refusal as e:
-            return log.refused(e)
         except Exception as e:  # a bug in lowq: answered with 500; LOWQ_DEBUG shows the traceback
             self.served.failed(e)
             return log.refused(refusal.bug(e))
@@ -345,10 +313,8 @@ class Endpoints:
             return Response(status_code=499)
         except TimeoutError:
             return log.refused(too_late(self.served.answer_s))
-        except LowqError as e:
+        except (LowqError, Refusal) as e:
             return log.refused(refusal.of(e))
-        except Refusal as e:
-            return log.refused(e)
         except Exception as e:  # a bug in lowq: answered with 500; LOWQ_DEBUG shows the traceback
             self.served.failed(e)
             return log.refused(refusal.bug(e))
@@ -358,130 +324,8 @@ class Endpoints:
         async with self.served.models.lease(params.get("model"), request.receive) as model:
             if params.plain is not None and not model.tokenizer.chat_template:
                 params = params.plain
-            return await self._queue(model, params, request)
-
-    async def _queue(self, model: ServedModel, params: fields.Params, request: HttpRequest) -> Answer:
-        """Queue the requests of a body to a model. Raises Refusal, LowqError, ClientDisconnect."""
-        limits, chat, client = model.engine.limits, params.chat, request.client.host if request.client else ""
-        adapter, name = model.adapter(params.get("lora"), params.get("model"))
-        offered = tools.read(params) if chat else tools.Tools()
-        n = (1 if chat else len(params.get("prompt"))) * params.n
-        if n > fields.MOST_CHOICES:
-            raise refusal.wrong("n", f"{n} answers were asked for; a request may have {fields.MOST_CHOICES}")
-        texts = params.get("stop", ())
-        ending = stop_tokens(texts, model.added)
-        prompts, place, pictures = await self._prompts(model, params, offered)
-        mask = await self._form(model, params, offered, place)
-        self._check_lengths(model, prompts, "messages" if chat else "prompt")
-        ending |= frozenset(params.get("stop_token_ids", ()))
-        check_ids(list(ending), model.engine.vocabulary)
-        stop_ids = (frozenset() if params.get("ignore_eos") else model.stop_ids) | ending
-        rules = rules_of(params, place.inside, bool(offered.given), stop_ids, mask)
-        if rules is not None:
-            mask = partial(model.grammars.mask, rules.recipe)
-        settings = {"seed": randbits(62), **params.drawn(model.draw), "logprobs": params.logprobs}
-        reads = bool(offered.given) or place.syntax.thinks  # otherwise an answer is plain text
-        requests, writers, echoes = [], [], []
-        for i in range(n):
-            ids = tuple(prompts[i // params.n])
-            room, most = limits.longest - len(ids), params.max_tokens
-            most = min((room if chat else COMPLETION_TOKENS) if most is None else most, room)
-            draw = Draw(**settings | {"seed": (settings["seed"] + i % params.n) % (1 << 63)})
-            requests.append(Request(ids, most, stop_ids, draw, mask and mask(), client, pictures=pictures, adapter=adapter))
-            reader = Reader(place.syntax, offered.offered, place.inside) if chat and reads else None
-            special = params.get("skip_special_tokens") is False
-            writers.append(Writer(model.tokenizer, ids, texts, stop_ids, reader, special))
-            echoes.append(self._echo(model, params, i // params.n, ids))
-        echoed = []
-        if params.get("echo") and params.logprobs is not None:
-            read = Read("likelihoods", params.logprobs)
-            prompts_read = [Request(tuple(p), 1, client=client, read=read, adapter=adapter) for p in prompts]
-            read_prompts = await self._read(model, prompts_read, request)
-            each = [Echoed(p, places(model.tokenizer, p), likely) for p, likely in zip(prompts, read_prompts, strict=True)]
-            echoed = [each[i // params.n] for i in range(n)]
-        live = model.hub.submit(requests if params.max_tokens != 0 else [])
-        return Answer(params, live, writers, sum(map(len, prompts)), model.names, name, echoes, echoed)
-
-    @staticmethod
-    def _check_lengths(model: ServedModel, prompts: Sequence[Sequence[int]], param: str) -> None:
-        """Raise a Refusal for a prompt that leaves no room for one more token, UsageError for ids outside the vocabulary."""
-        longest = model.engine.limits.longest
-        for prompt in prompts:
-            if len(prompt) >= longest:
-                line = f"the prompt has {len(prompt)} tokens and the context ends at {longest}; shorten the prompt"
-                bounded = model.engine.limits.cache_tokens <= longest
-                line += ", or give the server more room (--cache-tokens)" if bounded else ""
-                raise Refusal(400, line, param=param, code="context_length_exceeded")
-            check_ids(prompt, model.engine.vocabulary)
-
-    async def _read(self, model: ServedModel, requests: Sequence[Request], request: HttpRequest) -> list[Any]:
-        """The results of requests that only read prompts (`Request.read`). Raises Refusal, LowqError, ClientDisconnect."""
-        results: list[Any] = []
-        async with asyncio.timeout(self.served.answer_s):
-            for at in range(0, len(requests), READ_AT_ONCE):
-                part = requests[at : at + READ_AT_ONCE]
-                by_number: dict[int, Any] = {}
-                live = model.hub.submit(part)
-                with following(live, request.receive):
-                    while len(by_number) < len(part):
-                        came = await live.take()
-                        if not came:
-                            raise ClientDisconnect
-                        for index, events in came.items():
-                            unanswered(events[-1].finish_reason, events[-1].message)
-                            by_number[index] = events[-1].read
-                results += [by_number[i] for i in range(len(part))]
-        return results
-
-    def _echo(self, model: ServedModel, params: fields.Params, i: int, ids: tuple[int, ...]) -> str:
-        if not params.get("echo"):
-            return ""
-        given = params.get("prompt")[i]
-        return given if isinstance(given, str) else model.tokenizer.decode(list(ids), skip_special_tokens=True)
-
-    async def _form(
-        self, model: ServedModel, params: fields.Params, offered: tools.Tools, place: tools.Place
-    ) -> Callable[[], Mask] | None:
-        """A function that makes the masks for the requested form of an answer; None if any text is allowed."""
-        if params.get("response_format") is None and not offered.forced:
-            return None
-        # in a thread: the first call takes a second, later ones milliseconds, with large schemas up to seconds
-        return await asyncio.to_thread(tools.form, params, offered, place, model.grammars)
-
-    async def _prompts(
-        self, model: ServedModel, params: fields.Params, offered: tools.Tools
-    ) -> tuple[list[list[int]], tools.Place, tuple[Packed, ...]]:
-        """Token ids of every prompt, the place at which an answer begins, and the images.
-
-        Templates are rendered and long texts tokenized in a thread, so that other answers go on.
-        """
-        params, pictures = await _pictures(model, params)
-        texts = [str(params.get("messages"))] if params.chat else [p for p in params.get("prompt") if isinstance(p, str)]
-        characters = max(map(len, texts), default=0)
-        if characters > model.most_characters:
-            line = f"the prompt's {characters} characters are more than {model.engine.limits.longest} tokens; shorten it"
-            raise Refusal(400, line, param="messages" if params.chat else "prompt", code="context_length_exceeded")
-
-        def work() -> tuple[list[list[int]], tools.Place]:
-            if params.chat:
-                template = template_of(model.tokenizer, bool(offered.given))
-                syntax = model.syntax(template)
-                if pictures and model.pictures is not None:
-                    check_typed(params.get("messages"), model.pictures.images, model.tokenizer.spelling)
-                text = prompt_text(model.tokenizer, params, offered.given, syntax)
-                if pictures and model.pictures is not None:
-                    text = expanded(text, pictures, model.pictures.images, model.tokenizer.spelling)
-                ids = model.tokenizer(text, add_special_tokens=False)["input_ids"]
-                return [list(ids)], tools.Place(syntax, template, model.added, syntax.inside(text), params.think)
-            return _encoded(model, params.get("prompt")), tools.Place(Syntax(None, None), "", model.added)
-
-        aside = params.chat or sum(map(len, texts)) > LONG
-        return *(await asyncio.to_thread(work) if aside else work()), pictures
-
-
-def _encoded(model: ServedModel, texts: Sequence[str | list[int]]) -> list[list[int]]:
-    """The token ids of each text; token ids are returned unchanged."""
-    return [encode(model.tokenizer, t) if isinstance(t, str) else t for t in texts]
+            client = request.client.host if request.client else ""
+            return await queue(model, params, client, request.receive, self.served.answer_s)
 
 
 def _model(body: dict[str, Any]) -> str | None:

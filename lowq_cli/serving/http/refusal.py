@@ -48,8 +48,10 @@ def bug(error: Exception) -> Refusal:
     return Refusal(500, f"internal error, please report it: {type(error).__name__}: {one_line(error)}", "server_error")
 
 
-def of(error: LowqError) -> Refusal:
+def of(error: LowqError | Refusal) -> Refusal:
     """The refusal for an error of the engine or a check. A message that begins with a field's name sets `param`."""
+    if isinstance(error, Refusal):
+        return error
     line = " ".join(str(error).split())
     if isinstance(error, Busy):
         return Refusal(429, line, "rate_limit_error", code="rate_limit_exceeded")
