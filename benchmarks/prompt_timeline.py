@@ -110,9 +110,9 @@ def main() -> None:
         print(n, tokens, json.dumps(row["profiled"]["kernels"][:14]), flush=True)
         args.out.write_text(json.dumps(found, indent=1) + "\n")
     passes = engine.engine.passes
-    passes.most_recorded = passes.totals[-1]
+    passes.sizes.most_recorded = passes.sizes.totals[-1]
     with torch.inference_mode():
-        passes._record(0, passes.totals[-1])
+        passes._record(0, passes.sizes.totals[-1], False)
     for turn, (n, tokens) in enumerate(loads):
         row = found[f"{n}x{tokens}"]
         row["recorded"] = timed(engine, n, tokens, V, range(100 * turn + 60, 100 * turn + 65))

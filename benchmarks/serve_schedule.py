@@ -27,9 +27,9 @@ from lowq_cli.serving import continuous, scheduler, token_budget
 from lowq_cli.serving.cache_groups import Group
 from lowq_cli.serving.cache_manager import CacheManager
 from lowq_cli.serving.continuous import MOST
-from lowq_cli.serving.model_runner import RECORDED, TOTALS, ModelRunner, Piece
+from lowq_cli.serving.pass_sizes import RECORDED, TOTALS, PassSizes
 from lowq_cli.serving.request import Request
-from lowq_cli.serving.scheduler import Scheduler, buckets
+from lowq_cli.serving.scheduler import Scheduler
 from lowq_cli.serving.sequence import Sequence
 
 RESULTS = Path(__file__).parent / "results"
@@ -152,20 +152,18 @@ class Simulation:
         client: float = CLIENT_S,
         after: "Simulation | None" = None,
     ) -> None:
-        p = self.passes = ModelRunner.__new__(ModelRunner)
         most = MOST["cuda"]
-        p.padded, p.fixed, p.most, p.sizes, p.totals = True, False, most, list(buckets(most)), TOTALS
-        p.token_budget = token_budget.TokenBudget(TOTALS, prefer)
-        for s in p.sizes:
-            p.token_budget.note(s, s, clock.alone(True, s))
-        for b in {0, *map(p.riding, p.sizes)}:
+        self.sizes, self.budget = PassSizes(most), token_budget.TokenBudget(TOTALS, prefer)
+        for s in self.sizes.steps:
+            self.budget.note(s, s, clock.alone(True, s))
+        for b in {0, *map(self.sizes.riding, self.sizes.steps)}:
             for t in (t for t in TOTALS if t > b):
-                p.token_budget.note(b, t, clock.alone(False, t))
+                self.budget.note(b, t, clock.alone(False, t))
         if after:
-            p.token_budget = after.passes.token_budget
+            self.budget = after.budget
         cache = CacheManager([Group()], [1 + CACHE // BLOCK], BLOCK, TOTALS[-1])
         self.client = client
-        self.clock, self.scheduler = clock, Scheduler(cache, most, p.bucket)
+        self.clock, self.scheduler = clock, Scheduler(cache, most, self.sizes.bucket)
         self.users: dict[int, User] = {}  # by their texts
         self.coming = [(gap * i, user, next(user)) for i, user in enumerate(users)]
         self.now = self.free = self.due = 0.0
@@ -203,7 +201,7 @@ class Simulation:
         self.coming = [c for c in self.coming if c[0] > self.now]
 
     def _turn(self) -> None:
-        budget, load, riding = self.passes.token_budget, self.scheduler.load, self.passes.riding
+        budget, load, riding = self.budget, self.scheduler.load, self.sizes.riding
         plan = self.scheduler.plan(
             lambda high, waiting: budget.prompt_tokens(*load(high, waiting, riding(high))),
             lambda high, waiting: budget.pauses(*load(high, waiting, riding(high))),
@@ -213,7 +211,7 @@ class Simulation:
         launched = bool(plan.steps or plan.pieces)
         if launched:
             n = max((t.row + 1 for t in plan.steps), default=0)
-            size = self.passes.size(n, [Piece(0, 0, range(first, end), -1) for _, _, first, end in plan.pieces])
+            size = self.sizes.size(n, sum(end - first for _, _, first, end in plan.pieces))
             slots = sum(t.computed for t in plan.steps)
             pairs = sum((end - first) * (end + first) // 2 for _, _, first, end in plan.pieces)
             seconds = self.clock.seconds(*size, slots, sum(end - first for _, _, first, end in plan.pieces), pairs)
@@ -221,7 +219,7 @@ class Simulation:
                 self.stepping.append((len(plan.steps), slots))
             self.free = max(self.free, self.now) + seconds
             self.flights.append((self.free, [*plan.steps, *plan.finishing], size, seconds))
-            self.passes.token_budget.stepped(len(plan.steps))
+            self.budget.stepped(len(plan.steps))
         self._land(1 if launched else 0)
         return None
 
@@ -230,9 +228,9 @@ class Simulation:
             end, drew, size, seconds = self.flights.popleft()
             behind, self.now = end < self.now, max(self.now, end) + HOST_S
             self.seconds[size].append(seconds)
-            self.passes.token_budget.note(*size, seconds)
+            self.budget.note(*size, seconds)
             if self.flights:
-                self.due = 0.0 if behind else self.now + continuous.SURE * self.passes.token_budget.seconds(*self.flights[0][2])
+                self.due = 0.0 if behind else self.now + continuous.SURE * self.budget.seconds(*self.flights[0][2])
             for text in drew:
                 if text.done:
                     continue

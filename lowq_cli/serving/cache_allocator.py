@@ -21,7 +21,8 @@ from lowq_cli.engine.state import BLOCK, block_bytes, recurrent, state_bytes
 from lowq_cli.serving.batch_state import BatchState
 from lowq_cli.serving.cache_groups import Group
 from lowq_cli.serving.measurements import Measurements
-from lowq_cli.serving.model_runner import RECORDED, TOTALS, ModelRunner
+from lowq_cli.serving.model_runner import ModelRunner
+from lowq_cli.serving.pass_sizes import RECORDED, TOTALS
 from lowq_cli.serving.scheduler import READERS
 from lowq_cli.serving.token_budget import TokenBudget
 from lowq_kernels.decode import kv
@@ -206,10 +207,11 @@ def trial_runner(plan: Plan, kind: str, most: int, longest: int, fixed: bool) ->
 
 def launches(trial: ModelRunner, reads: int | None = None) -> list[Callable[[], object]]:
     """Return one launch of each kernel of the passes of every size, or of the sizes for `reads` prompt tokens in all."""
-    largest = next((t for t in trial.totals if reads is not None and t >= reads + trial.riding(trial.most)), trial.totals[-1])
-    rows = {*trial.sizes, *(t for t in trial.totals if t <= largest)}
+    sizes = trial.sizes
+    largest = next((t for t in sizes.totals if reads is not None and t >= reads + sizes.riding(sizes.most)), sizes.totals[-1])
+    rows = {*sizes.steps, *(t for t in sizes.totals if t <= largest)}
     work = products(trial.plan.linears, trial.plan.dtype, rows)
-    return [*work, *(partial(trial.forward, s, s, None, 0, adapted=kind) for s in trial.sizes for kind in trial.kinds)]
+    return [*work, *(partial(trial.forward, s, s, None, 0, adapted=kind) for s in sizes.steps for kind in sizes.kinds)]
 
 
 def _free() -> int:
@@ -226,7 +228,8 @@ def _trial(plan: Plan, kind: str, most: int, longest: int, fixed: bool) -> tuple
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     # other sizes are timed when recorded, or estimated from the nearest: timing 15 more passes would take a second
-    timed = (t for t in trial.totals if t > trial.most_recorded and (t <= RECORDED or t % 1024 == 0))
-    for M, adapted in product(timed, trial.kinds):
-        trial.measure(trial.riding(most) if max(trial.totals) == M and not fixed else 0, M, adapted)
+    sizes = trial.sizes
+    timed = (t for t in sizes.totals if t > sizes.most_recorded and (t <= RECORDED or t % 1024 == 0))
+    for M, adapted in product(timed, sizes.kinds):
+        trial.measure(sizes.riding(most) if max(sizes.totals) == M and not fixed else 0, M, adapted)
     return torch.cuda.max_memory_allocated() - before + trial.graph_bytes() + BESIDE, trial.token_budget

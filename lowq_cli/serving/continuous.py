@@ -36,7 +36,7 @@ from lowq_cli.serving.host_cache import HostCache, places
 from lowq_cli.serving.host_memory import Kept, Lent
 from lowq_cli.serving.image_encoding import Seeing
 from lowq_cli.serving.measurements import Measurements
-from lowq_cli.serving.model_runner import Piece
+from lowq_cli.serving.prompt_chunk import Piece
 from lowq_cli.serving.prompt_queries import PromptReader
 from lowq_cli.serving.request import Busy, Event, Limits, Request, Sink, Stats, check, check_unstarted, failed
 from lowq_cli.serving.sampler import Logs, Special
@@ -133,7 +133,7 @@ class ContinuousEngine:
         manager = CacheManager(list(cache.groups), cache.blocks, *held, not deterministic, cache.copies, there)
         if host is not None and host.kept is not None:
             manager.restore(host.kept.records)
-        self.scheduler = Scheduler(manager, most, self.passes.bucket, deterministic)
+        self.scheduler = Scheduler(manager, most, self.passes.sizes.bucket, deterministic)
         passes = None if why else DraftPasses(self.passes)
         self.why_no_drafts, self.drafts = why if passes is None else passes.reason, None
         if passes is not None and not passes.reason:
@@ -381,7 +381,7 @@ class ContinuousEngine:
 
     def _turn(self) -> None:
         """Launch one more pass, and read the results of the one before it."""
-        size, tokens = self.passes.bucket(max(1, sum(t is not None for t in self.scheduler.running))), self._new_tokens
+        size, tokens = self.passes.sizes.bucket(max(1, sum(t is not None for t in self.scheduler.running))), self._new_tokens
         if self.drafts is not None:
             self.drafts.begin_turn(size, self.scheduler.adapted)
         plan = self._pass()
@@ -438,10 +438,10 @@ class ContinuousEngine:
         return self.device.type == "cpu" or not self._steps % LOOK
 
     def _budget(self, high: int, waiting: int) -> int:
-        return self.passes.token_budget.prompt_tokens(*self.scheduler.load(high, waiting, self.passes.riding(high)))
+        return self.passes.token_budget.prompt_tokens(*self.scheduler.load(high, waiting, self.passes.sizes.riding(high)))
 
     def _pauses(self, high: int, waiting: int) -> bool:
-        return self.passes.token_budget.pauses(*self.scheduler.load(high, waiting, self.passes.riding(high)))
+        return self.passes.token_budget.pauses(*self.scheduler.load(high, waiting, self.passes.sizes.riding(high)))
 
     def _write(self, plan: StepPlan, drafted: bool) -> None:
         """Send the plan's changes to the device. drafted: whether the pass checks drafts; such passes take no order."""
@@ -487,14 +487,14 @@ class ContinuousEngine:
         flight = Flight(self.device)
         before = None if self.drafts is None else self.drafts.newest_tokens()
         logits = self.passes.run(n, pieces, drawn)
-        riding = self.passes.riding(n)
+        riding = self.passes.sizes.riding(n)
         places = [(t.row, t) for t in plan.steps] + [(riding + i, t) for i, t in enumerate(plan.finishing)]
         special = [(i, t) for i, t in places if t.request.special]
         logs = self.special.draw(logits, special) if special and logits is not None else []
-        steps, rows = self.passes.size(n, pieces)
+        steps, rows = self.passes.sizes.size(n, sum(len(p.tokens) for p in pieces))
         adapted = self.passes.adapted(n, (p.row for p in pieces))
         # unpadded (CPU): mixed passes count as 0 steps
-        size = (steps if steps == rows or self.passes.padded else 0, rows, adapted)
+        size = (steps if steps == rows or self.passes.sizes.padded else 0, rows, adapted)
         sound = drawable(logits) if (plan.finishing or self._looks) and logits is not None else None
         flight.launched(places, self.rows.token, logs, sound, size)
         if self.drafts is not None:

@@ -34,7 +34,7 @@ class DraftCosts:
 
     def plain_s(self, texts: int) -> float:
         """Return the seconds of a plain pass of so many sequences, 0.0 where none is known yet."""
-        size = self.passes.passes.bucket(texts)
+        size = self.passes.passes.sizes.bucket(texts)
         return self.budget.seconds(size, size, self.adapted)
 
     def guess_s(self, plain_s: float) -> float:
@@ -63,7 +63,7 @@ class DraftCosts:
             self.extra = max(0.0, self.extra + (NEWEST if self.extra else 1.0) * (more - self.extra))
             return
         plain = self.budget.seconds(texts, texts, adapted)
-        if plain and not self.passes.passes.padded:
+        if plain and not self.passes.passes.sizes.padded:
             self._slopes.append(max(0.0, seconds / plain - 1) / (rows / texts - 1))
 
     def guessed(self, texts: int, K: int, seconds: float) -> None:

@@ -53,13 +53,14 @@ class DraftPasses:
 
     def __init__(self, passes: ModelRunner) -> None:
         self.passes, self.device = passes, passes.device
-        row_counts = {*FEWEST, *passes.sizes, *passes.totals} if passes.padded else set(range(2, MOST_ROWS + 1))
-        self.sizes = sorted(n for n in row_counts if (FEWEST[0] if passes.padded else 2) <= n <= MOST_ROWS)
+        s = passes.sizes
+        row_counts = {*FEWEST, *s.steps, *s.totals} if s.padded else set(range(2, MOST_ROWS + 1))
+        self.sizes = sorted(n for n in row_counts if (FEWEST[0] if s.padded else 2) <= n <= MOST_ROWS)
         self.seconds: dict[tuple[int, bool], float] = {}
         self.captured: dict[tuple[int, bool], tuple[Captured, torch.Tensor]] = {}
         self.met: set[tuple[int, bool]] | None = None  # sizes that ran once, if sizes are recorded when they first repeat
         self.reason = ""
-        if passes.fixed:
+        if s.fixed:
             self.reason = SAME
         elif passes.recurrent and self.device.type == "cuda":
             self.reason = "its recurrent layers go through drafts text by text, which cannot be recorded"
@@ -128,7 +129,7 @@ class DraftPasses:
         tables = {id(t): t.index_select(0, state_row) for t in r.tables}
         state = [self._of_rows(one, tables) for one in p.state]
         adapters = r.adapter.index_select(0, state_row) if adapted else None
-        most = max(2, p.most)  # sequences; 1 would mean that all rows are of one, also those that fill up the pass
+        most = max(2, p.sizes.most)  # sequences; 1 would mean that all rows are of one, also those that fill up the pass
         groups, pictures, images = (first[:most], count[:most], MOST_DRAFTS + 1), None, p.plan.model.images
         if images is not None and r.shifted(r.null_row):
             pictures = in_pass(images, (), self.device, pos + r.shift.index_select(0, state_row))
@@ -162,7 +163,7 @@ class DraftPasses:
 
     def _keys(self) -> list[tuple[int, bool]]:
         """Return the passes to record, by number of rows and whether they are with adapters."""
-        return [(M, adapted) for adapted in self.passes.kinds for M in self.sizes]
+        return [(M, adapted) for adapted in self.passes.sizes.kinds for M in self.sizes]
 
     def record_when_met(self, seconds: Mapping[tuple[int, bool], float]) -> None:
         """Record each size when it comes the second time. seconds: those of an earlier load."""
@@ -180,23 +181,20 @@ class DraftPasses:
 
     def _record(self, M: int, adapted: bool, first: bool = False) -> bool:
         """Record a pass; `first`: run it before, which loads its kernels. Returns False if it cannot be recorded."""
-        place, made = upload(self._describe(M, ()), self.device), list[torch.Tensor]()
+        place = upload(self._describe(M, ()), self.device)
         base = self.captured.get((M, False)) if adapted else None  # the logits of both kinds share memory
 
-        def step() -> None:
+        def step() -> torch.Tensor:
             result, logits = self.forward(M, place, (), adapted)
             self.result[: 2 * M].copy_(result)
-            made.append(logits if base is None else base[0].logits.copy_(logits))
+            return logits
 
         try:
-            if first:
-                step()
-            graph = self.passes.capture(step, self.passes.pool)
+            graph = self.passes.graph_of(step, None if base is None else base[0].logits, first)
         except RuntimeError as e:  # such as a pass that waits for the device: `reason` says so
             if device_lost(e) or (self.met is None and isinstance(e, torch.OutOfMemoryError)):
                 raise
             self.reason, self.met = f"passes with drafts are not recorded: {one_line(e)}", None
             return False
-        graph.logits, graph.noted = made[-1], self.passes.noted
         self.captured[M, adapted] = graph, place
         return True

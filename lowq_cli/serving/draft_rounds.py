@@ -22,7 +22,7 @@ from lowq_cli.serving.draft_passes import SAME, Checked, DraftPasses
 from lowq_cli.serving.draft_trials import Trials
 from lowq_cli.serving.flight import Flight
 from lowq_cli.serving.guessing import Guessed, TextDrafter
-from lowq_cli.serving.model_runner import Piece
+from lowq_cli.serving.prompt_chunk import Piece
 from lowq_cli.serving.restricted_drafts import draw_restricted
 from lowq_cli.serving.sampler import Special
 from lowq_cli.serving.scheduler import Scheduler, StepPlan
@@ -169,7 +169,7 @@ class DraftRounds:
         def seconds(rows: int) -> float:
             return self.costs.pass_s(rows, n, plain) + apart
 
-        timed = self._trials.plain_s(self.runner.bucket(n)) if self._trials is not None else 0.0
+        timed = self._trials.plain_s(self.runner.sizes.bucket(n)) if self._trials is not None else 0.0
         return choose(chances, n, self.passes.sizes, seconds, max(plain, timed))
 
     def _guess(self, text: Sequence, drafter: TextDrafter) -> Guess:

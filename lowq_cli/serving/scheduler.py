@@ -357,9 +357,3 @@ class Scheduler:
         snapshot = self.cache.snapshot(seq, running)
         if snapshot:  # its slot may be that of another snapshot of this pass, which it then replaces
             plan.snapshots = [*(copy for copy in plan.snapshots if copy[1] != snapshot), (seq.slot, snapshot)]
-
-
-def buckets(most: int) -> list[int]:
-    """Return the sizes of recorded steps, in rows, up to `most`."""
-    sizes = [1, 2, 4, 8, *range(16, 33, 8), *range(48, 65, 16), *range(96, most + 32, 32)]
-    return [s for s in sizes if s < most] + [most]

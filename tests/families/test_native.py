@@ -25,7 +25,7 @@ from lowq_cli.engine.sampling import Sampling
 from lowq_cli.hf import experts
 from lowq_cli.serving.cache_allocator import trial_runner
 from lowq_cli.serving.continuous import ContinuousEngine
-from lowq_cli.serving.model_runner import Piece
+from lowq_cli.serving.prompt_chunk import Piece
 from lowq_cli.serving.request import Request
 from lowq_kernels.modules.stack import Stack
 from lowq_packers.arch.parts import Attention, Norm, Router, walk
@@ -193,7 +193,7 @@ def test_of_experts_without_a_kernel_only_small_steps_are_recorded():
     """A graph holds copies of the experts of every row: two of each here, of which 32 are few."""
     for name, largest in (("qwen3_moe", 16), ("llama", 128)):
         runner = trial_runner(plan_of(shared_plan(name)), "16", 128, 64, False)
-        assert max(rows for _, rows in runner.recorded() if name == "qwen3_moe" or rows <= 128) == largest
+        assert max(rows for _, rows in runner.sizes.recorded() if name == "qwen3_moe" or rows <= 128) == largest
 
 
 def test_copies_of_experts_are_bounded():

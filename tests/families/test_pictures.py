@@ -36,7 +36,7 @@ from lowq_cli.hf.tower import Tower, load_tower
 from lowq_cli.serving.continuous import ContinuousEngine
 from lowq_cli.serving.host_memory import HostMemory
 from lowq_cli.serving.measurements import Measurements
-from lowq_cli.serving.model_runner import PICTURED, RECORDED
+from lowq_cli.serving.pass_sizes import PICTURED, RECORDED
 from lowq_cli.serving.request import Request
 from lowq_packers.errors import UnsupportedError, UsageError
 
@@ -304,7 +304,7 @@ def record_pictures(engine):
     """Record on a CPU, as a later load in a server does whose passes without pictures are recorded."""
     passes = engine.passes
     passes.capture = Replayed
-    passes.met, passes.captured = set(), {(b, M, False): None for b, M in passes.recorded()}
+    passes.met, passes.captured = set(), {(b, M, False): None for b, M in passes.sizes.recorded()}
     with torch.inference_mode():
         while passes.record_next():
             pass
@@ -321,14 +321,12 @@ def test_recorded_passes_with_pictures_give_the_tokens_of_unrecorded_ones(name):
     def made(recorded):
         engine = ContinuousEngine(seeing(name)[0], 64, running=4)
         runner = engine.passes
-        runner.padded = True
-        runner.most_recorded = RECORDED
+        runner.sizes.padded, runner.sizes.most_recorded = True, RECORDED
         if recorded:
             record_pictures(engine)
-            sizes = runner.sizes if runner.plan.model.images.sections else ()
-            assert set(runner.turned) == {(b, False) for b in sizes}
+            steps = {(b, b, False) for b in runner.sizes.steps if runner.plan.model.images.sections}
             alone = {(0, M, False) for M in PICTURED}
-            assert set(runner.showing) == {(b, M, False) for b, M in runner.recorded() if b != M} | alone
+            assert set(runner.showing) == steps | {(b, M, False) for b, M in runner.sizes.recorded() if b != M} | alone
         return answers(engine, asked, 6)
 
     wanted, before = made(False), Replayed.count
@@ -470,7 +468,7 @@ def test_on_a_gpu_recorded_passes_with_pictures_give_the_tokens_of_unrecorded_on
         if recorded:
             found.append(answers(engine, asked, 6)[0])
             assert engine.passes.reason == ""
-            assert set(engine.passes.showing) == {(b, M, False) for b, M in engine.passes.recorded() if b != M}
+            assert set(engine.passes.showing) == set(engine.passes.sizes.pictured())
         else:
             engine.passes.record_pictured = lambda: False
             found.append(answers(engine, asked, 6)[0])
@@ -487,8 +485,9 @@ def test_on_a_gpu_a_later_load_records_passes_with_pictures():
         engine = ContinuousEngine(seeing("qwen3_vl", "cuda", torch.float16)[0], 64, running=4, earlier=earlier)
         found.append(answers(engine, asked, 6)[0])
         passes = engine.passes
-        recorded = len(passes.turned) + len(passes.showing)
-        assert recorded == len(list(passes.pictured())), f"{load} load: {passes.reason or 'no recording of texts has failed'}"
+        assert len(passes.showing) == len(list(passes.sizes.pictured())), (
+            f"{load} load: {passes.reason or 'no recording of texts has failed'}"
+        )
         assert passes.reason == ""
         assert engine.measurements is None
     assert found[0] == found[1]

@@ -12,8 +12,9 @@ from itertools import count
 from lowq_cli.serving.block_pool import START, name_after
 from lowq_cli.serving.cache_groups import REWIND, Group
 from lowq_cli.serving.cache_manager import CacheManager
+from lowq_cli.serving.pass_sizes import buckets
 from lowq_cli.serving.request import Request
-from lowq_cli.serving.scheduler import READERS, Scheduler, buckets
+from lowq_cli.serving.scheduler import READERS, Scheduler
 from lowq_cli.serving.sequence import Sequence
 
 SIZE = 16

@@ -64,7 +64,7 @@ def test_a_later_load_on_a_gpu_answers_before_its_passes_are_recorded(draft):
         assert later.engine.measurements is measured
         assert later.tokens(*(later.ask(p, 24) for p in given)) == expected
         passes, until = later.engine.passes, time.monotonic() + 60
-        while len(passes.captured) < len(list(passes.recorded())):  # recorded while there is nothing to do
+        while len(passes.captured) < len(list(passes.sizes.recorded())):  # recorded while there is nothing to do
             assert time.monotonic() < until
             time.sleep(0.05)
         assert later.tokens(*(later.ask(p, 24) for p in given)) == expected

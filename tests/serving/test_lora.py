@@ -22,7 +22,6 @@ from lowq_cli.serving.http.app import Served
 from lowq_cli.serving.http.model_pool import ModelPool
 from lowq_cli.serving.http.served_model import Facts, Refused, ServedModel
 from lowq_cli.serving.request import Request
-from lowq_cli.serving.scheduler import buckets
 from lowq_packers.errors import UsageError
 
 MANY = 32
@@ -101,7 +100,7 @@ def test_a_pass_without_adapters_is_that_of_a_server_without(folders, asked, wan
     client, added = Client(adapted(folders[:3]), running=4, draft=draft), []
     passes, add = client.engine.passes, lora_product.add_low_rank
     monkeypatch.setattr(lora_product, "add_low_rank", lambda *what: added.append(what[3].clone()) or add(*what))
-    passes.padded, passes.sizes, passes.met, passes.pool = True, list(buckets(passes.most)), set(), object()
+    passes.sizes.padded, passes.met, passes.pool = True, set(), object()
     passes.capture = lambda step, pool: Replayed(step, passes.rows)
     if draft == "ngram":
         client.engine.drafts.passes.sizes = [4, 8, 16, 32, 64]

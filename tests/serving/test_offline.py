@@ -7,7 +7,6 @@ from lowq_cli.engine import stream
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.serving.continuous import ContinuousEngine
 from lowq_cli.serving.offline import answer_all
-from lowq_cli.serving.scheduler import buckets
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +57,7 @@ def late(made, expected_reads, capture):
             super().__init__(*args, **how)
             p = self.passes
             assert reads == expected_reads
-            p.padded, p.sizes, p.met, p.pool, p.capture = True, list(buckets(p.most)), set(), object(), capture
+            p.sizes.padded, p.met, p.pool, p.capture = True, set(), object(), capture
             made.append(p)
 
     return Late

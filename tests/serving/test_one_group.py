@@ -9,8 +9,9 @@ import pytest
 
 from lowq_cli.serving.cache_groups import Group
 from lowq_cli.serving.cache_manager import CacheManager
+from lowq_cli.serving.pass_sizes import buckets
 from lowq_cli.serving.request import Request
-from lowq_cli.serving.scheduler import Scheduler, buckets
+from lowq_cli.serving.scheduler import Scheduler
 from lowq_cli.serving.sequence import Sequence
 
 SIZE = 4

@@ -17,9 +17,9 @@ from lowq_cli.serving.batch_state import BatchState
 from lowq_cli.serving.cache_groups import Group
 from lowq_cli.serving.cache_manager import CacheManager
 from lowq_cli.serving.engines import engine_of
-from lowq_cli.serving.model_runner import RIDING
+from lowq_cli.serving.pass_sizes import PassSizes
 from lowq_cli.serving.request import Request
-from lowq_cli.serving.scheduler import EARLY_S, READERS, Scheduler, buckets
+from lowq_cli.serving.scheduler import EARLY_S, READERS, Scheduler
 from lowq_cli.serving.sequence import Sequence
 from lowq_cli.serving.token_budget import TokenBudget
 
@@ -51,10 +51,8 @@ def alone(prompt, n, stop):
 class Memory:
     """What `ModelRunner` does, over ids in place of keys and values; most: rows that step."""
 
-    padded = True
-
     def __init__(self, rows, most, blocks):
-        self.rows, self.most, self.sizes, self.held = rows, most, list(buckets(most)), np.full((blocks, BLOCK), -1)
+        self.rows, self.sizes, self.held = rows, PassSizes(most), np.full((blocks, BLOCK), -1)
         self.token_budget = TokenBudget((32, 64, 128, 256))
         self.token_budget.note = lambda *a: None  # the budget stays small, so that prompts come in many pieces
         self.passes = 0
@@ -65,24 +63,14 @@ class Memory:
     def copy(self, pairs):
         assert not pairs
 
-    def bucket(self, n):
-        return next(s for s in self.sizes if s >= n) if n else 0
-
     def adapted(self, n, rows):
         return False
-
-    def riding(self, n):
-        return min(max(RIDING, 1 << (n - 1).bit_length()), self.most) if n else 0
-
-    def size(self, n, pieces):
-        b = self.riding(n) if pieces else self.bucket(n)
-        return b, b + sum(len(p.tokens) for p in pieces)
 
     def read(self, table, end):
         return [self.held[table[i // BLOCK], i % BLOCK] for i in range(end)]
 
     def run(self, n, pieces=(), of_steps=None):
-        r, b, self.passes = self.rows, self.size(n, pieces)[0], self.passes + 1
+        r, b, self.passes = self.rows, self.sizes.size(n, sum(len(p.tokens) for p in pieces))[0], self.passes + 1
         tables, pos, token, logits = r.tables[0].numpy(), r.pos.numpy(), r.token.numpy(), np.zeros((b + READERS, V))
         order = r.order[:b].tolist()
         steps = [row for row in range(n) if of_steps[row] != r.null_row]
@@ -115,7 +103,7 @@ def shadow(engine):
     rows = BatchState(engine.rows.null_row, [table.shape[1] for table in engine.rows.tables], engine.device, separate=True)
     engine.rows = engine.special.rows = rows
     engine.passes, engine.ahead = Memory(rows, engine.limits.running, engine.scheduler.cache.blocks + 1), 1
-    engine.scheduler.bucket = engine.passes.bucket
+    engine.scheduler.bucket = engine.passes.sizes.bucket
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from lowq_cli.engine.state import BLOCK
 from lowq_cli.serving.cache_groups import Group
 from lowq_cli.serving.cache_manager import CacheManager
-from lowq_cli.serving.model_runner import TOTALS, ModelRunner, Piece
+from lowq_cli.serving.pass_sizes import TOTALS, PassSizes
 from lowq_cli.serving.request import Request
-from lowq_cli.serving.scheduler import Scheduler, buckets
+from lowq_cli.serving.scheduler import Scheduler
 from lowq_cli.serving.sequence import Sequence
 from lowq_cli.serving.token_budget import LONGEST_S, PAUSE_S, PREFER, SLACK, TokenBudget
 
@@ -26,16 +26,14 @@ class Engine:
     """The engine's decisions over a device whose passes take what `seconds` says."""
 
     def __init__(self, prefer=PREFER[0]):
-        runner = ModelRunner.__new__(ModelRunner)
-        runner.padded, runner.fixed, runner.most, runner.sizes, runner.totals = True, False, ROWS, buckets(ROWS), TOTALS
-        runner.token_budget = TokenBudget(TOTALS, prefer)
-        for rows in runner.sizes:
-            runner.token_budget.note(rows, rows, seconds(rows))
-        for steps in {0, *map(runner.riding, runner.sizes)}:
+        self.sizes, self.budget = PassSizes(ROWS), TokenBudget(TOTALS, prefer)
+        for rows in self.sizes.steps:
+            self.budget.note(rows, rows, seconds(rows))
+        for steps in {0, *map(self.sizes.riding, self.sizes.steps)}:
             for rows in TOTALS:
-                runner.token_budget.note(steps, rows, seconds(rows))
-        self.scheduler = Scheduler(CacheManager([Group()], [4000], BLOCK, TOTALS[-1]), ROWS, runner.bucket)
-        self.runner, self.now, self.read, self.number = runner, 0.0, 0, 0
+                self.budget.note(steps, rows, seconds(rows))
+        self.scheduler = Scheduler(CacheManager([Group()], [4000], BLOCK, TOTALS[-1]), ROWS, self.sizes.bucket)
+        self.now, self.read, self.number = 0.0, 0, 0
         self.admissions = []
         self.admitted, self.waits, self.last, self.lengths, self.firsts, self.came = {}, [], {}, [], [], {}
 
@@ -47,24 +45,22 @@ class Engine:
 
     def turn(self):
         """One pass, seen at once."""
-        s, runner, budget = self.scheduler, self.runner, self.runner.token_budget
+        s, riding, budget = self.scheduler, self.sizes.riding, self.budget
         before = {t.number: len(t.tokens) - t.computed for t in s.reading}
         plan = s.plan(
-            lambda *a: budget.prompt_tokens(*s.load(*a, runner.riding(a[0]))),
-            lambda *a: budget.pauses(*s.load(*a, runner.riding(a[0]))),
+            lambda *a: budget.prompt_tokens(*s.load(*a, riding(a[0]))),
+            lambda *a: budget.pauses(*s.load(*a, riding(a[0]))),
         )
         for text in {*(t for t, *_ in plan.pieces), *s.reading}:  # also again, after it gave way to another
             if text.number not in before:
                 self.admitted[text.number] = self.read, sum(before.values()), len(text.tokens)
                 self.admissions.append((self.read, len(text.tokens)))
-        size = self.runner.size(
-            max((t.row + 1 for t in plan.steps), default=0), [Piece(0, 0, range(a, b), -1) for *_, a, b in plan.pieces]
-        )
+        size = self.sizes.size(max((t.row + 1 for t in plan.steps), default=0), sum(b - a for *_, a, b in plan.pieces))
         self.now += seconds(size[1])
         self.read += sum(end - first for *_, first, end in plan.pieces)
-        self.runner.token_budget.note(*size, seconds(size[1]))
-        self.runner.token_budget.stepped(len(plan.steps))
-        self.lengths.append(self.runner.token_budget.length)
+        self.budget.note(*size, seconds(size[1]))
+        self.budget.stepped(len(plan.steps))
+        self.lengths.append(self.budget.length)
         for text in [*plan.steps, *plan.finishing]:
             if text not in plan.finishing:
                 self.waits.append(self.now - self.last[text.number])
@@ -131,7 +127,7 @@ def test_passes_grow_until_prompts_are_read_as_fast_as_they_come():
 
 def test_a_pass_carries_no_fewer_tokens_where_attention_takes_less():
     """The time of a step is uncertain while prompts are in every pass: that it falls must not slow down reading."""
-    budget = steady(3000, 0.085, turns=600).runner.token_budget
+    budget = steady(3000, 0.085, turns=600).budget
     budget.extra = 0.004
     before = budget.prompt_tokens(ROWS, ROWS, 9000, ROWS, ROWS)
     budget.extra = 0.0
@@ -215,7 +211,7 @@ def test_passes_reach_the_length_that_a_burst_needs_within_the_burst():
 def test_a_server_that_was_idle_begins_with_the_wait_for_a_step():
     """Documents leave a wait of several steps; once their users have left, new requests would wait for passes as long."""
     engine = steady(3000, 0.085, turns=600)
-    budget, scheduler = engine.runner.token_budget, engine.scheduler
+    budget, scheduler = engine.budget, engine.scheduler
     busy = budget.usual
     for text in [*scheduler.active, *scheduler.waiting]:
         scheduler.end(text)
