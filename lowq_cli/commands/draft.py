@@ -49,16 +49,16 @@ def draft(
     check_there(name)
     wake(device)
     with console.status("starting"):
-        from lowq_cli.run import draft_training as training
+        from lowq_cli.run import draft_training, draft_training_plan
 
-        planned, model, tokenizer = training.plan_training(name, out, tokens, text, vocab, seed, device, head)
+        planned, model, tokenizer = draft_training_plan.plan_training(name, out, tokens, text, vocab, seed, device, head)
     console.table("", ("", ""), planned.summary)
     if dry_run:
         if as_json:
             console.out_json({"plan": dict(planned.summary), "seconds": planned.seconds, "seconds_8b": planned.big_seconds})
         return
     try:
-        result = _followed(training.train(planned, model, tokenizer))
+        result = _followed(draft_training.train(planned, model, tokenizer))
     except KeyboardInterrupt:
         raise KeyboardInterrupt("run the same command again to continue") from None
     if as_json:

@@ -10,92 +10,31 @@ import time
 from collections.abc import Generator
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save
 
 from lowq_cli.calibrate import texts
-from lowq_cli.calibrate.cost import fastest_s
-from lowq_cli.devices import pick_device
-from lowq_cli.engine import open_model
 from lowq_cli.engine.batch import Batch, Rectangle
-from lowq_cli.engine.plan import Plan, plan_of, why_not
+from lowq_cli.engine.plan import Plan, plan_of
 from lowq_cli.engine.state import static_state, tensors_of
 from lowq_cli.engine.steps import AddNorm
 from lowq_cli.files import memo
-from lowq_cli.files.source import CONFIG, HEAD, HEAD_NOTES, HEAD_STATE, open_source
+from lowq_cli.files.source import CONFIG, HEAD_NOTES, HEAD_STATE
 from lowq_cli.files.weight_files import SINGLE
-from lowq_cli.interop.importer import runnable
-from lowq_cli.plan.recipe import make_recipe
-from lowq_cli.run import own_text, own_text_plan
-from lowq_cli.run.draft_head import KINDS, LATER, Learner, Sizes, loss_of, right, sizes
+from lowq_cli.run import own_text
+from lowq_cli.run.draft_head import LATER, Learner, Sizes, loss_of, right
+from lowq_cli.run.draft_training_plan import Training, held_out
 from lowq_cli.state import writing
 from lowq_kernels.modules.joined import weight_of
 from lowq_packers.atomic import write_whole
-from lowq_packers.errors import LowqError, UnsupportedError, UsageError
+from lowq_packers.errors import LowqError, UsageError
 from lowq_packers.regular import opened, read_text
 
-# The head uses a vocabulary of up to FULL_VOCABULARY tokens whole, and REDUCED tokens of a larger one.
-FULL_VOCABULARY, REDUCED = 65_536, 32_000
-TOKENS = {"cuda": 4_194_304, "cpu": 262_144}  # tokens of training text; heads of the models story and base gain little beyond
-PASSES = 3
-ROWS = 1 << 27  # max. logits per step: 0.5 GB in fp32; a step holds about 3 such tensors per guess
-MOST_WINDOWS = {"cuda": 32, "cpu": 1}  # max. windows per step
-HELD_OUT = 16  # windows of each half held out from training
 RATE, WIDTH, WARM = 1e-3, 512, 100  # Adam's learning rate at WIDTH (inversely proportional to the width), and warm-up steps
 MOST_RATE = 2e-3
 SAVE_S = 60.0  # seconds between two checkpoints of the training state
-TRAINING = 3.0  # operations of the forward and backward pass, relative to the forward pass
-FLOPS = 0.35  # FLOP/s of a whole step, relative to those of a single matmul
-BIG = {
-    "hidden": 4096,
-    "inner": 14336,
-    "heads": 32,
-    "kv_heads": 8,
-    "dim": 128,
-    "vocab": 128_256,
-    "guesses": REDUCED,
-    "layers": 32,
-}
-BIG_PARAMS = 8.0e9
-
-
-@dataclass(frozen=True)
-class Training:
-    """The plan of a training. seconds: estimate for text and training; big_seconds: the same for an 8B model on this device."""
-
-    model: str
-    out: Path
-    device: torch.device
-    of: Sizes
-    text: str
-    tokens: int
-    seed: int
-    steps: int
-    windows: int  # per step
-    seconds: float
-    big_seconds: float
-    own: "own_text_plan.Outlook | None"
-
-    @property
-    def summary(self) -> list[tuple[str, str]]:
-        """The plan's lines."""
-        from lowq_cli.console import duration
-
-        o = self.of
-        share = "all" if o.guesses == o.vocab else f"{o.guesses:,} of {o.vocab:,}"
-        source = "the model's own, half drawn and half greedy" if self.own else self.text
-        return [
-            ("model", self.model),
-            ("head", f"{o.kind}, layers: {len(o.names)}, {o.params / 1e6:.1f}M weights, guesses among {share} tokens"),
-            ("reads", f"what enters layers {', '.join(map(str, o.taps))} of {o.layers}"),
-            ("text", f"{self.tokens:,} tokens: {source}"),
-            ("learning", f"{PASSES} passes, {self.steps:,} steps, seed {self.seed}"),
-            ("takes", f"about {duration(self.seconds)} on {self.device}; a model of 8B about {duration(self.big_seconds)}"),
-            ("out", str(self.out)),
-        ]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -125,71 +64,6 @@ class Trained:
     already_done: bool = False
 
 
-def plan_training(
-    model: str,
-    out: str | None,
-    tokens: int | None,
-    text: str,
-    vocabulary: int | None,
-    seed: int,
-    device: str,
-    kind: str = KINDS[0],
-) -> tuple[Training, Any, Any]:
-    """The plan of a training, the model and its tokenizer. Raises LowqError."""
-    on = pick_device(device)
-    if text != texts.SELF:
-        texts.Text.read(None if text == texts.BUNDLED else text)  # a plan of a text that cannot be read helps no user
-    loaded, tokenizer = open_model.ready(model, device)
-    if why := why_not(loaded):
-        raise UnsupportedError(f"draft heads are trained only for models that lowq's native decoder runs: {why}")
-    plan = plan_of(loaded)
-    whole = plan.model.vocab
-    guesses = vocabulary or (whole if whole <= FULL_VOCABULARY else REDUCED)
-    of, count = sizes(plan, guesses, kind), tokens or TOKENS[on.type]
-    window = texts.window_of(loaded)
-    side = max(1, min(MOST_WINDOWS[on.type], ROWS // (window * of.guesses)))
-    least = (2 * HELD_OUT + side) * window
-    count = max(count // window * window, least if on.type == "cuda" else 4 * window)
-    steps = max(1, (count // window - _held_out(count // window)) // side) * PASSES
-    outlook = None
-    if text == texts.SELF:
-        with open_source(runnable(model)) as source:
-            recipe = make_recipe(bits=4, method="gptq", calib=texts.SELF, calib_tokens=max(4096, count // 2), calib_seed=seed)
-            outlook = own_text_plan.outlook(model, source, recipe, on)
-            params = source.params
-    else:
-        params = sum(p.numel() for p in loaded.parameters())
-    rate = _flops(on, plan.dtype)
-    seconds = _seconds(of, params, count, rate) + (2 * outlook.seconds if outlook else 0.0)
-    big = Sizes(**BIG, eps=1e-5, theta=5e5, positions=8192, taps=(2, 16, 29))  # type: ignore[arg-type]
-    writing = TOKENS["cuda"] * 2 * BIG_PARAMS / (0.5 * rate)
-    big_seconds = _seconds(big, BIG_PARAMS, TOKENS["cuda"], rate) + writing
-    folder = Path(out) if out else _default_out(model)
-    training = Training(model, folder, on, of, text, count, seed, steps, side, seconds, big_seconds, outlook)
-    return training, loaded, tokenizer
-
-
-def _held_out(windows: int) -> int:
-    return 2 * min(HELD_OUT, max(1, windows // 8))
-
-
-def _default_out(model: str) -> Path:
-    folder = Path(model).expanduser()
-    return folder / HEAD if folder.is_dir() else Path(f"{Path(model).name}-draft")
-
-
-def _seconds(of: Sizes, params: float, tokens: int, rate: float) -> float:
-    """Seconds of training: in each pass the model reads each token once, and the head runs each guess forward and backward."""
-    return PASSES * tokens * 2 * (params + TRAINING * of.in_a_row * of.params) / (FLOPS * rate)
-
-
-def _flops(device: torch.device, dtype: torch.dtype) -> float:
-    """The measured FLOP/s of a matmul."""
-    n = 4096 if device.type == "cuda" else 512
-    x = torch.zeros(n, n, dtype=dtype, device=device)
-    return 2 * n**3 / fastest_s(lambda: x @ x)
-
-
 def train(of: Training, model: Any, tokenizer: Any, save_s: float = SAVE_S) -> Generator[Step, None, Trained]:
     """Train and write the head. Ctrl-C or a kill loses at most `save_s` seconds of work."""
     began = time.monotonic()
@@ -200,7 +74,7 @@ def train(of: Training, model: Any, tokenizer: Any, save_s: float = SAVE_S) -> G
     plain, greedy = yield from training_windows(of, model, tokenizer)
     ids = _counted(torch.cat([plain, greedy]).flatten(), of.of)
     teacher = Teacher(plan_of(model), of.of, ids, of.windows, plain.shape[1])
-    held = _held_out(len(plain) + len(greedy)) // 2
+    held = held_out(len(plain) + len(greedy)) // 2
     learnt = torch.cat([plain[:-held], greedy[:-held]])
     learner = Learner(of.of, _first(plan_of(model), of.of, ids), of.device, of.seed)
     loss = yield from _learn(of, learner, teacher, learnt, save_s)
@@ -315,10 +189,7 @@ def _learn(
             group["lr"] = rate * min((step + 1) / warm, 0.02 + 0.98 * (1 - step / of.steps))
         embeddings, features, targets, _ = teacher(ids)
         with _autocast(of.device):
-            loss = (
-                loss_of(learner(_as(embeddings, learner), _as(features, learner), of.of.in_a_row, teacher.mask), targets)
-                / weight
-            )
+            loss = loss_of(_guesses(learner, teacher, embeddings, features), targets) / weight
         adam.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(learner.parameters(), 1.0)
@@ -332,8 +203,8 @@ def _learn(
     return float(torch.stack(losses).mean()) if losses else 0.0
 
 
-def _as(x: torch.Tensor, learner: Learner) -> torch.Tensor:
-    return x if x.is_cuda else x.float()
+def _guesses(learner: Learner, teacher: Teacher, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    return learner(*(x if x.is_cuda else x.float() for x in inputs), learner.of.in_a_row, teacher.mask)
 
 
 @torch.no_grad()
@@ -343,7 +214,7 @@ def judged(learner: Learner, teacher: Teacher, windows: torch.Tensor) -> list[fl
     for some in windows.split(teacher.side):
         embeddings, features, _, best = teacher(some.to(teacher.plan.device))
         with _autocast(teacher.plan.device):
-            logits = learner(_as(embeddings, learner), _as(features, learner), learner.of.in_a_row, teacher.mask)
+            logits = _guesses(learner, teacher, embeddings, features)
         shares.append(right(logits, best, teacher.ids) * len(some))
     return (torch.stack(shares).sum(0) / len(windows)).tolist()
 
@@ -355,7 +226,7 @@ def _facts(of: Training) -> str:
 
 def _save(of: Training, learner: Learner, adam: Any, step: int) -> None:
     held = {f"w/{n}": p.detach() for n, p in learner.weights.items()}
-    for (n, _), p in zip(learner.weights.items(), learner.weights.values(), strict=True):
+    for n, p in learner.weights.items():
         held |= {f"{k}/{n}": adam.state[p][k] for k in ("exp_avg", "exp_avg_sq")}
     of.out.mkdir(parents=True, exist_ok=True)
     with writing(of.out / HEAD_STATE):

@@ -25,6 +25,7 @@ from lowq_cli.files.source import DEMO, HEAD_STATE, open_source
 from lowq_cli.main import app
 from lowq_cli.run import draft_training as training
 from lowq_cli.run.draft_head import GUESSES, Learner, attended, loss_of, right, sizes
+from lowq_cli.run.draft_training_plan import plan_training
 
 J, WORDS = GUESSES["eagle3"], 8192
 
@@ -111,7 +112,7 @@ def test_it_learns_all_guesses(model):
 
 def planned(folder, out, **more):
     how = {"tokens": 512, "text": "bundled", "vocabulary": 512, "seed": 3, "device": "cpu", **more}
-    return training.plan_training(str(folder), str(out), **how)
+    return plan_training(str(folder), str(out), **how)
 
 
 def done(steps):
