@@ -9,6 +9,7 @@ import torch
 
 from lowq_kernels import workspaces
 from lowq_kernels.graphs import Graph
+from lowq_packers.errors import device_lost
 
 SMALLEST_BUCKET = 512
 WARM_UP = 1  # runs before recording, in which kernels compile and libraries allocate workspaces
@@ -70,6 +71,20 @@ def capture(step: Callable[[], object], pool: Any = None) -> Captured:
         with workspaces.released(), graph.recording(stream, pool):
             step()
     return Captured(graph)
+
+
+def capture_unchanged(step: Callable[[], object], state: Sequence[torch.Tensor]) -> tuple[Captured | None, str]:
+    """Record `step` and restore `state`, which recording changes; None and the reason where it cannot be recorded."""
+    back, why = keep(state), ""
+    graph: Captured | None = None
+    try:
+        graph = capture(step)
+    except RuntimeError as e:  # the step waits for the device, or memory is full
+        if device_lost(e):
+            raise
+        why = str(e).splitlines()[0]
+    back()
+    return graph, why
 
 
 def capture_aside(step: Callable[[], object], pool: Any, recorded: Callable[[], None]) -> Captured:

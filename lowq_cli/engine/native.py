@@ -24,10 +24,11 @@ from lowq_cli.engine.drafts.drafter import DeviceDrafter
 from lowq_cli.engine.drafts.recordings import Recordings
 from lowq_cli.engine.drafts.static_drafter import AHEAD, Attached
 from lowq_cli.engine.drafts.verify import Verification
-from lowq_cli.engine.graph import Captured, bucket, capture, capture_aside, keep
+from lowq_cli.engine.graph import Captured, bucket, capture_aside, capture_unchanged
 from lowq_cli.engine.hf_eager import CHUNK
-from lowq_cli.engine.pictures import Shown, end_of_pass, in_pass
+from lowq_cli.engine.pictures import Shown, in_pass
 from lowq_cli.engine.plan import plan_of
+from lowq_cli.engine.prefill import prompt_passes, reusable
 from lowq_cli.engine.rope import Tables
 from lowq_cli.engine.sampling import Sampler, Sampling
 from lowq_cli.engine.slices import Sliced
@@ -38,7 +39,6 @@ from lowq_kernels.decode.kv import PLAIN
 from lowq_kernels.decode.reference import MOST_DRAFTS
 from lowq_kernels.products.cpu.repeated import Repeated
 from lowq_packers.arch.parts import Pages, Rope
-from lowq_packers.errors import UnsupportedError, device_lost
 
 KEPT_GRAPHS = 8  # max. captured graphs per cache; the next capture drops them all
 
@@ -261,15 +261,7 @@ class NativeDecoder:
 
     def reusable(self, prompts: list[list[int]]) -> int:
         """The number of leading tokens of all prompts that the cache already holds."""
-        if not self.held:
-            return 0
-        known = min(shared(h, p) for h, p in zip(self.held, prompts, strict=True))
-        if self.snapshot:  # the snapshot is the state after whole prompts only: the answer after a prompt is read again
-            whole = len(self.read[0])
-            if known < whole or any(len(p) != whole for p in self.read):
-                return 0
-            known = whole
-        lost = 0
+        known, lost = reusable(self.held, prompts, self.read if self.snapshot else ()), 0
         for one, spec in zip(self.state, self.plan.states, strict=True):
             if isinstance(one, KeyValues) and isinstance(spec, Pages) and one.table is not None:
                 lost = max(lost, self.written - ring(spec.window) * BLOCK + spec.window)
@@ -391,50 +383,10 @@ class NativeDecoder:
         if key not in self.captured:
             if len(self.captured) >= KEPT_GRAPHS:
                 self.captured.clear()
-            back = keep([*self.sampler.state, *tensors_of(self.state)])
-            try:
-                graph = capture(self.forward_step)
-            except RuntimeError as e:  # the step waits for the device, or memory is full
-                if device_lost(e):
-                    raise
-                self.graphs, self.reason = False, f"no CUDA graph: {str(e).splitlines()[0]}"
-                graph = None
-            back()
+            graph, why = capture_unchanged(self.forward_step, [*self.sampler.state, *tensors_of(self.state)])
             if graph is None:
+                self.graphs, self.reason = False, f"no CUDA graph: {why}"
                 return None
             graph.logits = self.sampler.logits
             self.captured[key] = graph
         return self.captured[key]
-
-
-def prompt_passes(
-    batch: int,
-    known: int,
-    longest: int,
-    piece: int = sys.maxsize,
-    whole: Sequence[tuple[int, int]] = (),
-    most: int | None = None,
-) -> list[tuple[slice, slice]]:
-    """(sequences, tokens) of each pass over prompts, from token `known` on. A pass has up to `most` (CHUNK) tokens, and whole
-    prompts if they fit.
-
-    piece: max. tokens per sequence and pass. whole: (first token, end) of runs that must stay in one pass. Raises
-    UnsupportedError where a run does not fit into a pass.
-    """
-    most = most or CHUNK
-    at_once = max(1, most // (longest - known))
-    groups = [slice(b, min(b + at_once, batch)) for b in range(0, batch, at_once)]
-    step, cuts, t = min(most, piece), list[slice](), known
-    while t < longest:
-        end = end_of_pass(t, min(t + step, longest), whole)
-        if end <= t:
-            raise UnsupportedError(f"a picture is longer than the {step} tokens that are read at once; make it smaller")
-        cuts.append(slice(t, end))
-        t = end
-    return [(g, cut) for g in groups for cut in cuts]
-
-
-def shared(held: list[int], prompt: list[int]) -> int:
-    """The number of leading tokens that both share, without the prompt's last: that is always read, for its logits."""
-    most = min(len(held), len(prompt) - 1)
-    return next((i for i in range(most) if held[i] != prompt[i]), most)

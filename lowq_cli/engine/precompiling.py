@@ -18,7 +18,8 @@ from lowq_cli.engine.drafts.drafting import WIDTHS
 from lowq_cli.engine.expert_steps import Experts
 from lowq_cli.engine.kernel_launches import checks, products, step_launches
 from lowq_cli.engine.mixer_steps import Attend
-from lowq_cli.engine.native import NativeDecoder, prompt_passes
+from lowq_cli.engine.native import NativeDecoder
+from lowq_cli.engine.prefill import prompt_passes
 from lowq_cli.engine.sampling import Sampling
 from lowq_kernels.decode.attend import LONG
 from lowq_kernels.dispatch.precompile import launch_all

@@ -9,7 +9,8 @@ import torch
 from lowq_cli import memory
 from lowq_cli.engine import explain, graph, precompiling, stream
 from lowq_cli.engine.hf_eager import HfEagerDecoder
-from lowq_cli.engine.native import NativeDecoder, prompt_passes
+from lowq_cli.engine.native import NativeDecoder
+from lowq_cli.engine.prefill import prompt_passes
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.generation import statistics
 from lowq_kernels import workspaces

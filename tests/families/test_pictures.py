@@ -23,9 +23,10 @@ from native import off, planned, texts
 
 from lowq_cli.engine import folding, weights
 from lowq_cli.engine.model_record import owned
-from lowq_cli.engine.native import NativeDecoder, prompt_passes
+from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.pictures import Shown
 from lowq_cli.engine.plan import plan_of
+from lowq_cli.engine.prefill import prompt_passes
 from lowq_cli.engine.recorded_tower import RecordedTower
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.steps import AddFeatures

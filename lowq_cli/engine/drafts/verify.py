@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from lowq_cli.engine.batch import Batch, Chain, KeyValues, States
-from lowq_cli.engine.graph import Captured, capture, keep
+from lowq_cli.engine.graph import Captured, capture_unchanged
 from lowq_cli.engine.sampling import Sampling, penalise, restrict
 from lowq_cli.engine.slices import Sliced
 from lowq_cli.engine.state import tensors_of
 from lowq_kernels.products.cpu.repeated import Repeated
-from lowq_packers.errors import device_lost
 
 
 class Verification:
@@ -158,16 +157,11 @@ class Verification:
         self.new = key not in self.captured
         if self.new:
             guesses = [] if d.attached is None else [d.attached.guesses]
-            back = keep([*d.sampler.state, *tensors_of(d.state), d.places, self.result, *guesses])
-            try:
-                graph = capture(self.compute)
-            except RuntimeError as e:  # the step waits for the device, or memory is full
-                if device_lost(e):
-                    raise
-                d.reason = f"no CUDA graph of steps with drafts: {str(e).splitlines()[0]}"
+            state = [*d.sampler.state, *tensors_of(d.state), d.places, self.result, *guesses]
+            graph, why = capture_unchanged(self.compute, state)
+            if graph is None:
+                d.reason = f"no CUDA graph of steps with drafts: {why}"
                 return None
-            finally:
-                back()
             graph.logits = self.logits
             self.captured[key] = graph
         return self.captured[key]
