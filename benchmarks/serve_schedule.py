@@ -23,7 +23,7 @@ import torch
 from serve_load import LOADS, SEED, Answered, User, percentiles, plain, requests, users_of
 
 from lowq_cli.engine.state import BLOCK
-from lowq_cli.serving import continuous, scheduler, token_budget
+from lowq_cli.serving import pass_pipeline, scheduler, token_budget
 from lowq_cli.serving.cache_groups import Group
 from lowq_cli.serving.cache_manager import CacheManager
 from lowq_cli.serving.continuous import MOST
@@ -230,7 +230,7 @@ class Simulation:
             self.seconds[size].append(seconds)
             self.budget.note(*size, seconds)
             if self.flights:
-                self.due = 0.0 if behind else self.now + continuous.SURE * self.budget.seconds(*self.flights[0][2])
+                self.due = 0.0 if behind else self.now + pass_pipeline.SURE * self.budget.seconds(*self.flights[0][2])
             for text in drew:
                 if text.done:
                     continue
@@ -247,7 +247,7 @@ class Simulation:
 def change(settings: list[str]) -> None:
     """Numbers of serving/token_budget.py and serving/scheduler.py, as NAME=VALUE."""
     for name, value in (s.split("=") for s in settings):
-        where = next(m for m in (token_budget, scheduler, continuous) if hasattr(m, name))
+        where = next(m for m in (token_budget, scheduler, pass_pipeline) if hasattr(m, name))
         setattr(where, name, float(value))
 
 

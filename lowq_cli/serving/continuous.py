@@ -1,8 +1,7 @@
 """Continuous batching: requests join and leave between passes of the native decoder's plan, over a paged cache.
 
-One thread plans passes, launches them and reads their results. It launches one pass before it has read the result of the one
-before, so that the device never waits for the host; this costs one unused row in one pass after a sequence ends. An error in
-this thread ends every open request with that error, and the engine then takes no further requests.
+One thread plans passes, launches them and reads their results (`PassPipeline`). An error in this thread ends every open request
+with that error, and the engine then takes no further requests.
 
 The greedy output of a request depends on the other requests only through the choice of kernels: a pass with another number of
 rows may run other kernels, whose sums differ in their last bits. `deterministic` computes every step and every piece of a
@@ -18,25 +17,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from lowq_cli.engine import plan as plans
 from lowq_cli.engine.drafts.drafter import PagedDrafter
-from lowq_cli.engine.sampling import drawable, not_finite
 from lowq_cli.engine.state import BLOCK
 from lowq_cli.serving.block_pool import START
 from lowq_cli.serving.cache_allocator import PIECE, make_cache
 from lowq_cli.serving.cache_manager import CacheManager
-from lowq_cli.serving.device_drafts import DeviceDrafts
-from lowq_cli.serving.draft_passes import DraftPasses
-from lowq_cli.serving.draft_rounds import DraftChoice, DraftRounds
-from lowq_cli.serving.flight import Flight
+from lowq_cli.serving.draft_rounds import DraftChoice
 from lowq_cli.serving.host_cache import HostCache, places
 from lowq_cli.serving.host_memory import Kept, Lent
 from lowq_cli.serving.image_encoding import Seeing
 from lowq_cli.serving.measurements import Measurements
-from lowq_cli.serving.prompt_chunk import Piece
+from lowq_cli.serving.pass_pipeline import PassPipeline
 from lowq_cli.serving.prompt_queries import PromptReader
 from lowq_cli.serving.request import Busy, Event, Limits, Request, Sink, Stats, check, check_unstarted, failed
 from lowq_cli.serving.sampler import Logs, Special
@@ -49,9 +43,6 @@ from lowq_packers.errors import UnsupportedError, UsageError, device_lost, log_e
 
 MOST = {"cuda": 128, "cpu": 8}  # default limit of sequences that run at once
 MOST_RUNNING = 1024
-LOOK = 16  # a GPU checks all logits for NaN every LOOK steps: NaN stays in the sequence's keys, so a later check finds it
-AHEAD = 1  # passes launched before the result of the oldest is read
-SURE = 0.9  # fraction of a pass's expected seconds that is relied on: if it ends sooner, the device would be idle
 
 
 def why_not(model: Any) -> str | None:
@@ -104,7 +95,8 @@ class ContinuousEngine:
         self.reason, self._brief = "", reads is not None
         plan = plans.plan_of(model)
         self.device, self.vocabulary = plan.device, plan.vocabulary
-        name, drafter, why, self._why_not_drafter = DraftChoice.of(draft, plan, deterministic, self._brief)
+        choice = DraftChoice.of(draft, plan, deterministic, self._brief)
+        drafter, self._why_not_drafter = choice.drafter, choice.why_not_drafter
         if drafter is not None:
             plan.tap(tuple(i for i in drafter.layers if i >= 0))
         most = running or MOST[self.device.type]
@@ -112,7 +104,7 @@ class ContinuousEngine:
             raise UsageError(f"{most} requests at once; allowed are 1 to {MOST_RUNNING}")
         host = None if deterministic else host
         reserved = 0 if host is None else host.room
-        sizes = (most, cache_tokens, deterministic, reads, cache_bytes, name != "none", reserved)
+        sizes = (most, cache_tokens, deterministic, reads, cache_bytes, choice.name != "none", reserved)
         # recordings of passes with pictures and with a drafter are made at the start alone
         quick = plan.device.type == "cuda" and not deterministic and drafter is None and plan.model.images is None
         self._earlier = earlier if quick else None
@@ -120,11 +112,10 @@ class ContinuousEngine:
         drafter_plan = None if drafter is None else drafter.plan
         cache = make_cache(model, plan, check_kind(kv), *sizes, drafter=drafter_plan, known=self._known)
         self._beside = cache.beside
-        self.passes, rows = cache.passes, cache.passes.rows
+        self.passes, special = cache.passes, Special(cache.passes.rows, self.vocabulary, plan.ops.choose_rows)
         self._digests: list[bytes] = [] if plan.adapters is None else plan.adapters.digests
         self._everywhere = 0 if plan.adapters is None else plan.adapters.all
         self.passes.token_budget.prefer = prefer
-        self.rows, self.special = rows, Special(rows, self.vocabulary, plan.ops.choose_rows)
         held = (BLOCK, PIECE, cache.slots, cache.snapshots)
         self._lent, self.host_cache, self._broken, there = host, None, False, list[int]()
         if host is not None:
@@ -134,14 +125,8 @@ class ContinuousEngine:
         if host is not None and host.kept is not None:
             manager.restore(host.kept.records)
         self.scheduler = Scheduler(manager, most, self.passes.sizes.bucket, deterministic)
-        passes = None if why else DraftPasses(self.passes)
-        self.why_no_drafts, self.drafts = why if passes is None else passes.reason, None
-        if passes is not None and not passes.reason:
-            guesses = None
-            if drafter is not None:
-                state = [*cache.drafter, *drafter.lent(self.passes.state)]
-                guesses = DeviceDrafts(drafter, rows, state, self.passes.slots)
-            self.drafts = DraftRounds(passes, self.scheduler, self.special, guesses)
+        self.drafts, self.why_no_drafts = choice.begin(self.passes, self.scheduler, special, cache.drafter)
+        self.pipeline = PassPipeline(self.passes, special, self.drafts)
         self.limits = Limits(cache.longest, most, waiting, cache.tokens, cache.bytes)
         self._changed = threading.Condition()
         self._incoming: list[Sequence] = []
@@ -151,13 +136,8 @@ class ContinuousEngine:
         self._seeing = Seeing(model, self._seen)
         self._number, self.closed, self._ending = 0, "the server has not started yet", False
         self._reader, self._to_read = PromptReader(model, kv), deque[Sequence]()
-        self._flights: deque[Flight] = deque()
         self._events: list[tuple[int, Event]] = []  # of passes that were read in this turn
-        self.ahead = AHEAD if self.device.type == "cuda" else 0
-        self._prompt_tokens = self._new_tokens = self._steps = 0
-        self._busy_s = self._due = self._read_at = (
-            0.0  # _read_at: when the last pass had been read; _due: the time at which the pass on the device is expected to end
-        )
+        self._prompt_tokens, self._new_tokens, self._busy_s = 0, 0, 0.0
         self._thread: threading.Thread | None = None
         self._unrecorded = self._known is not None  # whether passes are left to be recorded
 
@@ -166,14 +146,14 @@ class ContinuousEngine:
         check_unstarted(self._thread)
         if self.device.type == "cuda":
             with torch.inference_mode():
-                self.rows.flush()
+                self.passes.rows.flush()
                 self.passes.record_when_met() if self._brief or self._known else self.passes.record(done)
                 self.reason = self.passes.reason
                 if self.drafts is not None and not self.reason:
                     self.drafts.passes.record_when_met(self._known.drafts) if self._known else self.drafts.passes.record()
                     self.why_no_drafts = self.drafts.passes.reason
                 if self.reason or self.why_no_drafts:
-                    self.drafts = self.passes.noted = None
+                    self.drafts = self.pipeline.drafts = self.passes.noted = None
         self.passes.token_budget.begin()
         # What exists now stays until `stop`: to look through it for garbage took 0.3 s of a pass of 64 sequences with n-grams,
         # whose tables of runs are many new objects (H200).
@@ -238,7 +218,7 @@ class ContinuousEngine:
             new_tokens=self._new_tokens,
             prefix_hits=s.prefix_hits,
             preemptions=s.preemptions,
-            steps=self._steps,
+            steps=self.pipeline.steps,
             drafted=0 if self.drafts is None else self.drafts.drafted,
             accepted=0 if self.drafts is None else self.drafts.accepted,
             host_hits=held.brought,
@@ -319,7 +299,7 @@ class ContinuousEngine:
     @property
     def _idle(self) -> bool:
         """Whether no pass is in flight and no request is there to compute."""
-        return not (self._incoming or self._cancelled or self._flights or len(self._texts) > len(self._unseen))
+        return not (self._incoming or self._cancelled or self.pipeline.flights or len(self._texts) > len(self._unseen))
 
     def _record_passes(self) -> None:
         """While there is nothing to do, record the passes that the start has left."""
@@ -336,8 +316,9 @@ class ContinuousEngine:
                 if self._ending:
                     return False
                 self._changed.wait()
-            if not (self._incoming or self._cancelled or self._ending or self._to_read) and (left := self._spare()) > 0:
-                self._changed.wait(left)
+            flying = self.pipeline.flights and not (self._incoming or self._cancelled or self._ending or self._to_read)
+            if flying and (left := self.scheduler.spare(self.pipeline.due, time.monotonic())) > 0:
+                self._changed.wait(left)  # the next pass has time to wait for new prompts
             incoming, self._incoming = self._incoming, []
             cancelled, self._cancelled = self._cancelled, set()
         unseen = [t for t in incoming if t.failed is not None]
@@ -375,10 +356,6 @@ class ContinuousEngine:
         if not self._to_read:
             self._reader.release()
 
-    def _spare(self) -> float:
-        """Return the seconds that the next pass can wait for new prompts; 0.0 if no pass is on the device."""
-        return self.scheduler.spare(self._due, time.monotonic()) if self._flights else 0.0
-
     def _turn(self) -> None:
         """Launch one more pass, and read the results of the one before it."""
         size, tokens = self.passes.sizes.bucket(max(1, sum(t is not None for t in self.scheduler.running))), self._new_tokens
@@ -395,10 +372,10 @@ class ContinuousEngine:
         """Launch the next pass and read the results of those before it. Returns its plan, None where there is nothing to do."""
         if any(t.request.mask is not None or t.drafting for t in self.scheduler.active):
             self._land(0)  # a grammar needs the last token, and a sequence with drafts in flight needs their result
-        if any(flight.rows for flight in self._flights) and self.scheduler.compacts:
+        if any(flight.rows for flight in self.pipeline.flights) and self.scheduler.compacts:
             self._land(0)  # a sequence's position has to be known
         counts = {} if self.drafts is None else self.drafts.counts()
-        if self.drafts is not None and counts and self._flights and not self.drafts.ahead:
+        if self.drafts is not None and counts and self.pipeline.flights and not self.drafts.ahead:
             self._land(0)  # drafts continue from the newest token
             counts = self.drafts.counts()
         plan = self.scheduler.plan(self._budget, self._pauses)
@@ -406,36 +383,10 @@ class ContinuousEngine:
             self._land(0)
             return None
         drafts = {} if self.drafts is None or plan.pieces else self.drafts.draft(plan, counts)
-        self._write(plan, bool(drafts))
+        self.pipeline.write(plan, bool(drafts))
         self._swap()
-        self.passes.zero(plan.zero)
-        self.passes.copy(plan.copies)
-        launched = bool(plan.steps or plan.pieces)
-        if launched:
-            K = 0 if self.drafts is None else self.drafts.wanted()
-            if self.drafts is not None and drafts:
-                if self.ahead:
-                    under_way = sum(map(self._expected, self._flights))
-                    self.drafts.costs.launched(max(0.0, time.perf_counter() - self._read_at - under_way))
-                self._flights.append(self.drafts.launch(plan, drafts, K, self._looks))
-            else:
-                self._flights.append(self._launch(plan, K))
-            self.passes.copy(plan.snapshots)
-            if self.drafts is not None:
-                self.drafts.flying = {number: tokens for number, (tokens, _) in drafts.items()}
-            self.passes.token_budget.stepped(len(plan.steps))
-            self._steps += 1
-        for text in plan.finishing:
-            for group, table in enumerate(text.tables):  # only after the launch: a step of this pass may have run in that row
-                self.rows.set_table(group, text.row, table.blocks)
-            self.rows.set_slot(text.row, text.slot)
-        self._land(self.ahead if launched else 0)
+        self._land(self.pipeline.ahead if self.pipeline.launch(plan, drafts) else 0)
         return plan
-
-    @property
-    def _looks(self) -> bool:
-        """Whether the logits of the next pass are checked for NaN."""
-        return self.device.type == "cpu" or not self._steps % LOOK
 
     def _budget(self, high: int, waiting: int) -> int:
         return self.passes.token_budget.prompt_tokens(*self.scheduler.load(high, waiting, self.passes.sizes.riding(high)))
@@ -443,101 +394,15 @@ class ContinuousEngine:
     def _pauses(self, high: int, waiting: int) -> bool:
         return self.passes.token_budget.pauses(*self.scheduler.load(high, waiting, self.passes.sizes.riding(high)))
 
-    def _write(self, plan: StepPlan, drafted: bool) -> None:
-        """Send the plan's changes to the device. drafted: whether the pass checks drafts; such passes take no order."""
-        rows = self.rows
-        for source, target in plan.moves:
-            rows.move(source, target)
-            self.special.move(source, target)
-        for row in plan.freed:
-            rows.clear(row)
-        for text, slot in plan.placed:
-            self._place(text, slot)
-        for group, row, first, held in plan.tables:
-            rows.set_table(group, row, held, first)
-        for row, slot in plan.slots:
-            rows.set_slot(row, slot)
-        for text, row, _, _ in plan.pieces:
-            rows.set_adapter(row, text.request.adapter)
-        for text in plan.finishing:
-            self._place(text, len(text.tokens) - 1)  # sampling in this pass advances the position by one
-            if text.request.special:
-                self.special.begin(text)
-        if not drafted:
-            rows.set_order([t.row for t in sorted(plan.steps, key=lambda t: -t.computed)])
-        rows.flush()
-
-    def _place(self, text: Sequence, pos: int) -> None:
-        d = text.request.draw
-        shift = text.shown.shift if text.shown is not None else 0
-        self.rows.set_adapter(text.row, text.request.adapter)
-        self.rows.place(text.row, d.seed, d.temperature, pos, drawn=not text.request.special, shift=shift)
-
-    def _launch(self, plan: StepPlan, K: int) -> Flight:
-        """Launch the pass of a plan, and the sampling that runs outside of it."""
-        n, null, ends = max((t.row + 1 for t in plan.steps), default=0), self.rows.null_row, set(map(id, plan.finishing))
-        pieces, drawn = [], np.full(n, null, np.int32)
-        for text in plan.steps:
-            drawn[text.row] = null if text.request.special else text.row
-        for text, row, first, end in plan.pieces:
-            row_of_output = null if text.request.special else text.row
-            pieces.append(
-                Piece(row, first, text.tokens[first:end], row_of_output if id(text) in ends else -1, text.slot, text.shown)
-            )
-        flight = Flight(self.device)
-        before = None if self.drafts is None else self.drafts.newest_tokens()
-        logits = self.passes.run(n, pieces, drawn)
-        riding = self.passes.sizes.riding(n)
-        places = [(t.row, t) for t in plan.steps] + [(riding + i, t) for i, t in enumerate(plan.finishing)]
-        special = [(i, t) for i, t in places if t.request.special]
-        logs = self.special.draw(logits, special) if special and logits is not None else []
-        steps, rows = self.passes.sizes.size(n, sum(len(p.tokens) for p in pieces))
-        adapted = self.passes.adapted(n, (p.row for p in pieces))
-        # unpadded (CPU): mixed passes count as 0 steps
-        size = (steps if steps == rows or self.passes.sizes.padded else 0, rows, adapted)
-        sound = drawable(logits) if (plan.finishing or self._looks) and logits is not None else None
-        flight.launched(places, self.rows.token, logs, sound, size)
-        if self.drafts is not None:
-            self.drafts.guess_after(flight, plan, pieces, steps, before, K)
-        return flight
-
     def _land(self, most: int) -> None:
         """Read passes until at most `most` are in flight; `_turn` sends the events of their tokens."""
-        while len(self._flights) > most:
-            flight = self._flights.popleft()
-            behind = flight.over()  # if so, the next pass began at an unknown time
-            tokens, seconds = flight.read()
-            self._read_at = time.perf_counter()
-            if self._flights:
-                self._due = 0.0 if behind else time.monotonic() + SURE * self._expected(self._flights[0])
-            logs = {number: log for part in flight.logs for number, log in part.read().items()}
-            sound = None if flight.sound is None else flight.sound.tolist()
-            if self.drafts is not None and flight.rows:
-                self.drafts.costs.passed(len(flight.rows), sum(flight.rows), seconds, flight.size[2])
-                drawn_tokens = self.drafts.landed(flight, tokens, sound)
-            else:
-                steps, rows, adapted = flight.size
-                self.passes.token_budget.note(steps, rows, seconds, adapted)
-                if self.drafts is not None and flight.size[0] != flight.size[1]:
-                    self.drafts.away(flight, seconds)
-                drawn_tokens = [(text, [tokens[row]]) for text, row, _ in flight.drew]
-                for text, _, place in flight.drew:
-                    if sound is not None and not sound[place]:
-                        text.failed = not_finite(self.passes.plan.dtype)
+        for drawn_tokens, logs in self.pipeline.land(most):
             for text, drawn in drawn_tokens:
                 for token in drawn:
                     if not text.done and (event := self._event(text, token, logs)) is not None:
                         self._events.append((text.number, event))
                 if not text.done and self._feeds and not text.behind:
                     text.feed()
-            if self.drafts is not None:
-                self.drafts.give(flight)
-
-    def _expected(self, flight: Flight) -> float:
-        """Return the seconds that a pass is expected to take."""
-        if flight.rows and self.drafts is not None:
-            return self.drafts.costs.known_s(flight.size[1])
-        return self.passes.token_budget.seconds(*flight.size)
 
     def _event(self, text: Sequence, token: int, logs: dict[int, Logs]) -> Event | None:
         """Add a token to its sequence and return its event; None where the token was already sent before a preemption."""

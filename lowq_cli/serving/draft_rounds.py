@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from lowq_cli.engine.batch import KeyValues
 from lowq_cli.engine.drafts.drafter import Guess, PagedDrafter
 from lowq_cli.engine.drafts.drafter_choice import settled
 from lowq_cli.engine.drafts.drafting import AGAIN
@@ -22,6 +23,7 @@ from lowq_cli.serving.draft_passes import SAME, Checked, DraftPasses
 from lowq_cli.serving.draft_trials import Trials
 from lowq_cli.serving.flight import Flight
 from lowq_cli.serving.guessing import Guessed, TextDrafter
+from lowq_cli.serving.model_runner import ModelRunner
 from lowq_cli.serving.prompt_chunk import Piece
 from lowq_cli.serving.restricted_drafts import draw_restricted
 from lowq_cli.serving.sampler import Special
@@ -61,6 +63,19 @@ class DraftChoice(NamedTuple):
         missing = f" ({drafter.name} does not: {reason})" if drafter is not None and reason else ""
         return cls(name, None if why or reason else drafter, why, missing)
 
+    def begin(
+        self, runner: ModelRunner, scheduler: Scheduler, special: Special, state: list[KeyValues]
+    ) -> tuple["DraftRounds | None", str]:
+        """Return the rounds of an engine, or None and the reason. state: keys and values of the drafter's own layers."""
+        passes = None if self.why else DraftPasses(runner)
+        if passes is None or passes.reason:
+            return None, self.why if passes is None else passes.reason
+        guesses = None
+        if self.drafter is not None:
+            state = [*state, *self.drafter.lent(runner.state)]
+            guesses = DeviceDrafts(self.drafter, runner.rows, state, runner.slots)
+        return DraftRounds(passes, scheduler, special, guesses), ""
+
 
 class DraftRounds:
     """The drafts of an engine's sequences: rounds of guesses, checked by passes that compute several rows of a sequence.
@@ -77,13 +92,8 @@ class DraftRounds:
     """
 
     def __init__(self, passes: DraftPasses, scheduler: Scheduler, special: Special, guesses: DeviceDrafts | None) -> None:
-        self.passes, self.runner, self.scheduler, self.special, self.guesses = (
-            passes,
-            passes.passes,
-            scheduler,
-            special,
-            guesses,
-        )
+        self.passes, self.runner, self.scheduler = passes, passes.passes, scheduler
+        self.special, self.guesses = special, guesses
         self.device, self.rows = passes.device, passes.passes.rows
         drafter = None if guesses is None else guesses.drafter
         if drafter is not None:

@@ -71,7 +71,7 @@ def knowing(client, answers, seed=0, ahead=False):
     drafts, rng = client.engine.drafts, random.Random(seed)
     drafts.costs, drafts.drafter = Free(drafts.costs), lambda: Knowing(answers, rng)
     if ahead:
-        client.engine.ahead = 1
+        client.engine.pipeline.ahead = 1
         drafts.go_ahead()
     return client
 

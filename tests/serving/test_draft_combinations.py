@@ -48,7 +48,7 @@ class Believed:
     def __init__(self, engine, ahead):
         self.engine = engine
         if ahead:
-            engine.ahead = 1
+            engine.pipeline.ahead = 1
         if ahead and engine.drafts is not None:
             engine.drafts.go_ahead()
         assert isinstance(engine, ContinuousEngine)

@@ -100,9 +100,10 @@ class Memory:
 
 def shadow(engine):
     """The engine with tables that the device gets when they are flushed, as on a GPU, and a memory for a model."""
-    rows = BatchState(engine.rows.null_row, [table.shape[1] for table in engine.rows.tables], engine.device, separate=True)
-    engine.rows = engine.special.rows = rows
-    engine.passes, engine.ahead = Memory(rows, engine.limits.running, engine.scheduler.cache.blocks + 1), 1
+    given = engine.passes.rows
+    rows = BatchState(given.null_row, [table.shape[1] for table in given.tables], engine.device, separate=True)
+    engine.pipeline.special.rows, engine.pipeline.ahead = rows, 1
+    engine.passes = engine.pipeline.passes = Memory(rows, engine.limits.running, engine.scheduler.cache.blocks + 1)
     engine.scheduler.bucket = engine.passes.sizes.bucket
 
 
