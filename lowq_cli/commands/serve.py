@@ -142,18 +142,8 @@ def serve(
         raise UsageError("--tp, --pp, --native and --args are for vLLM; leave --engine own out")
     if through_vllm:
         many = models or config or memory or keep_alive or kv_host
-        own_options = (
-            host != "127.0.0.1",
-            api_key,
-            name,
-            max_batch,
-            cache_tokens,
-            deterministic,
-            act,
-            kv != "16",
-            prefer != PREFER[0],
-        )
-        if many or any(own_options):
+        own_options = (api_key, name, max_batch, cache_tokens, deterministic, act)
+        if many or any(own_options) or host != "127.0.0.1" or kv != "16" or prefer != PREFER[0]:
             raise UsageError(f"{OWN} are for lowq's own engine; pass vLLM's options with --args")
         _serve_through_vllm(state.checkpoint_or_last(ckpt), tp, pp, port, native, args, dry_run, as_json)
     else:

@@ -344,15 +344,8 @@ def _direct(part: p.Attention) -> bool:
     q, k = part.q_norm, part.k_norm
     norms = (q is None and k is None) or (q is not None and k is not None and _of_heads(q) and _of_heads(k) and q.eps == k.eps)
     turns = part.rope is not None and part.rope.pairing == "halves"
-    odd = (
-        part.block
-        or part.gated
-        or part.v_is_k
-        or part.norm_last
-        or part.v_norm
-        or part.shares is not None
-        or part.position_scale
-    )
+    odd = any((part.block, part.gated, part.v_is_k, part.norm_last, part.v_norm, part.position_scale))
+    odd = odd or part.shares is not None
     return norms and turns and not odd and part.order == "parts" and part.norm_over == "head" and part.key_scale == 1.0
 
 

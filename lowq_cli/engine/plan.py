@@ -158,11 +158,7 @@ class Plan:
         self.refold()
 
     def hidden(
-        self,
-        x: torch.Tensor,
-        batch: Batch,
-        state: Sequence[KeyValues | States],
-        taps: list[torch.Tensor] | None = None,
+        self, x: torch.Tensor, batch: Batch, state: Sequence[KeyValues | States], taps: list[torch.Tensor] | None = None
     ) -> torch.Tensor:
         """Run embeddings x (M, H) through every layer and the last norm; returns (M, H). State is read and written.
 

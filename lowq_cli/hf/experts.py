@@ -73,10 +73,8 @@ class QuantExperts(nn.Module):
             words = torch.zeros(E, N, bitstream.words_per_row(K, scheme.bits), dtype=torch.int32, device=dense.device)
             of_scale = dtype if scheme.scale == "float" else torch.uint8
             meta = torch.zeros(E, N, scheme.groups(K), dtype=of_scale, device=dense.device)
-            zeros, table = (
-                None if scheme.zero == "none" else meta.clone(),
-                blank_table(scheme, dense.device, E, (tables or {}).get(name, 1)),
-            )
+            zeros = None if scheme.zero == "none" else meta.clone()
+            table = blank_table(scheme, dense.device, E, (tables or {}).get(name, 1))
             self.set_stack(name, Stack(words, meta, zeros, None, scheme, N, K, DISK, table))
         self.dtype = dtype
         self.act: Act = "none"

@@ -130,11 +130,7 @@ def mixture_path(model: str | os.PathLike[str], kind: str) -> Path:
 
 
 def _quantized_gguf(
-    model: str | os.PathLike[str],
-    kind: str,
-    out: str | os.PathLike[str] | None,
-    progress: Progress | None,
-    file_bytes: int,
+    model: str | os.PathLike[str], kind: str, out: str | os.PathLike[str] | None, progress: Progress | None, file_bytes: int
 ) -> Exported:
     """Export any model as a GGUF file with a mixture of types."""
     from lowq_cli.interop.gguf_export import export_gguf

@@ -67,11 +67,8 @@ def timed(llm: Any, count: int, tokens: int, new: int, repeats: int = REPEATS) -
     """Sorted seconds for `count` prompts with answers of `new` tokens, without the first run, which warms up."""
     from vllm import SamplingParams  # type: ignore[import-not-found]
 
-    greedy, rng, seconds = (
-        SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False),
-        random.Random(0),
-        [],
-    )
+    greedy = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+    rng, seconds = random.Random(0), []
     for _ in range(repeats + 1):
         batch = prompts(llm, count, tokens, rng)
         began = time.perf_counter()

@@ -54,14 +54,8 @@ def _rows(W: torch.Tensor, kind: str, b: BlockKind, importance: torch.Tensor | N
         weights = weights.repeat(n, 1, 1) if len(weights) > 1 else weights
     search = _Search(b, x, weights)
     numbers = search.best(search.start())
-    s, m, d, dmin, codes = (
-        numbers.s,
-        numbers.m,
-        numbers.d,
-        numbers.dmin,
-        search.nearest(numbers.d * numbers.s, numbers.dmin * numbers.m),
-    )
-    whole = torch.int16
+    s, m, d, dmin, whole = numbers.s, numbers.m, numbers.d, numbers.dmin, torch.int16
+    codes = search.nearest(d * s, dmin * m)
     return Blocks(
         kind,
         codes.to(torch.uint8).reshape(n, -1),

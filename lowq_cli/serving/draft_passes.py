@@ -137,10 +137,8 @@ class DraftPasses:
             p.ops, ids, M, pos, p.angles, adapters=adapters, drafted=True, chains=chains, groups=groups, pictures=pictures
         )
         logits = p.plan.capped(p.plan.logits(p.hidden(ids, batch, state))).contiguous()
-        drawn, each = (
-            torch.zeros(M, dtype=torch.int64, device=self.device),
-            torch.arange(M, dtype=torch.int32, device=self.device),
-        )
+        drawn = torch.zeros(M, dtype=torch.int64, device=self.device)
+        each = torch.arange(M, dtype=torch.int32, device=self.device)
         how = r.seed.index_select(0, state_row), r.temperature.index_select(0, state_row)
         p.ops.choose_rows(logits, each, drawn, pos.clone(), *how)
         accepted = torch.zeros_like(drawn)

@@ -335,16 +335,13 @@ class ModelRunner:
 
     def timed(self, launch: Callable[[], object], adapted: bool = False) -> float:
         """Return the seconds of the second of two launches; adapted: all rows, which belong to no sequence, have adapter 1."""
+        wait = partial(torch.cuda.synchronize, self.device) if self.device.type == "cuda" else lambda: None
         self.rows.adapter.fill_(int(adapted))
         for _ in range(2):
-            self._wait()
+            wait()
             began = time.perf_counter()
             launch()
-            self._wait()
+            wait()
         seconds = time.perf_counter() - began
         self.rows.adapter.zero_()
         return seconds
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)

@@ -282,10 +282,8 @@ class Scheduler:
     def _admit(self) -> None:
         later: list[Sequence] = []  # sequences whose prefix another one is prefilling now
         while self._readers and len(later) < min(READERS, len(self.waiting)):
-            seq, active = (
-                self._next_waiting([t for t in self.waiting if t not in later] if later else self.waiting),
-                self.active,
-            )
+            seq = self._next_waiting([t for t in self.waiting if t not in later] if later else self.waiting)
+            active = self.active
             if len(active) >= len(self.running):
                 break
             match = self.cache.match(seq)

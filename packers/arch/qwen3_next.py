@@ -28,10 +28,8 @@ from lowq_packers.arch.qwen2 import VL_TOP, mixture, sparse
 def delta(c: Any, p: str, grouped: bool) -> GatedDelta:
     """The linear attention at path `p`. grouped: Qwen3-Next's order of rows."""
     unless(c.hidden_act not in ("silu", "swish"), f"a convolution with activation {c.hidden_act}")
-    k_heads, v_heads, k_dim, v_dim = (
-        *(c.linear_num_key_heads, c.linear_num_value_heads),
-        *(c.linear_key_head_dim, c.linear_value_head_dim),
-    )
+    k_heads, v_heads = c.linear_num_key_heads, c.linear_num_value_heads
+    k_dim, v_dim = c.linear_key_head_dim, c.linear_value_head_dim
     qkv, v = 2 * k_heads * k_dim + v_heads * v_dim, v_heads * v_dim
     rows = {"qkvz": qkv + v, "ba": 2 * v_heads} if grouped else {"qkv": qkv, "z": v, "b": v_heads, "a": v_heads}
     return GatedDelta(

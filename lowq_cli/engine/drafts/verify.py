@@ -117,18 +117,11 @@ class Verification:
 
     def _whole(self, x: torch.Tensor) -> torch.Tensor:
         d = self.decoder
+        groups, pictures = (self.first, self.count, self.T), d.pictures_of(self.pos)
         batch = Batch(
-            d.ops,
-            self.ids,
-            self.T,
-            self.pos,
-            d.angles,
-            drafted=True,
-            chains=[self.chain],
-            groups=(self.first, self.count, self.T),
-            pictures=d.pictures_of(self.pos),
+            d.ops, self.ids, self.T, self.pos, d.angles, drafted=True, chains=[self.chain], groups=groups, pictures=pictures,
             pause=self.pause,
-        )
+        )  # fmt: skip
         if d.attached is None:
             return d.plan.logits(d.plan.hidden(x, batch, self.state))
         taps = list[torch.Tensor]()

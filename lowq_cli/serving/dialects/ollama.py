@@ -190,14 +190,8 @@ def described(model: dict[str, Any]) -> dict[str, Any]:
     """An entry of /v1/models in the format of /api/tags and /api/ps."""
     changed = datetime.fromtimestamp(model["created"], UTC).isoformat().replace("+00:00", "Z")
     size = model.get("bytes") or 0
-    details = {
-        "parent_model": "",
-        "format": "safetensors",
-        "family": "",
-        "families": [],
-        "parameter_size": "",
-        "quantization_level": "",
-    }
+    details = {"parent_model": "", "format": "safetensors", "family": "", "families": []}
+    details |= {"parameter_size": "", "quantization_level": ""}
     digest = hashlib.sha256(model["id"].encode(errors="replace")).hexdigest()
     head = {"name": model["id"], "model": model["id"], "modified_at": changed, "size": size}
     return head | {"digest": digest, "details": details, "size_vram": size, "context_length": model.get("max_model_len", 0)}

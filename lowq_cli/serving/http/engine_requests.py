@@ -85,7 +85,12 @@ async def prompts_of(
 
     Templates are rendered and long texts tokenized in a thread, so that other answers go on.
     """
-    params, pictures = await _pictures(model, params)
+    pictures: tuple[Packed, ...] = ()
+    if params.chat:
+        params, given = take(params)
+        if given and model.pictures is None:
+            raise refusal.wrong(given[0][0], "this model takes no pictures")
+        pictures = await model.pictures.read(given) if model.pictures is not None else ()
     texts = [str(params.get("messages"))] if params.chat else [p for p in params.get("prompt") if isinstance(p, str)]
     characters = max(map(len, texts), default=0)
     if characters > model.most_characters:
@@ -107,16 +112,6 @@ async def prompts_of(
 
     aside = params.chat or sum(map(len, texts)) > LONG
     return *(await asyncio.to_thread(work) if aside else work()), pictures
-
-
-async def _pictures(model: ServedModel, params: fields.Params) -> tuple[fields.Params, tuple[Packed, ...]]:
-    """The request with a placeholder for each image, and the preprocessed images. Raises Refusal."""
-    if not params.chat:
-        return params, ()
-    params, given = take(params)
-    if given and model.pictures is None:
-        raise refusal.wrong(given[0][0], "this model takes no pictures")
-    return params, await model.pictures.read(given) if model.pictures is not None else ()
 
 
 def encoded(model: ServedModel, texts: Sequence[str | list[int]]) -> list[list[int]]:
