@@ -10,7 +10,7 @@ from lowq_cli import memory
 from lowq_cli.engine import explain, graph, precompiling, stream
 from lowq_cli.engine.hf_eager import HfEagerDecoder
 from lowq_cli.engine.native import NativeDecoder
-from lowq_cli.engine.prefill import prompt_passes
+from lowq_cli.engine.prefill import prompt_passes, reusable
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.generation import statistics
 from lowq_kernels import workspaces
@@ -54,6 +54,17 @@ def test_kernels_compiled_first_are_those_of_the_passes(monkeypatch):
     monkeypatch.setattr(precompiling, "products", lambda model, decoder, rows: seen.update(rows) or ())
     precompiling.launches(SimpleNamespace(dtype=torch.float32), None, 5, 1000, Sampling())
     assert seen == {5, 2000, 1000}
+
+
+def test_a_prompt_is_read_from_the_first_token_that_the_cache_does_not_hold_for_all_texts():
+    held = [[1, 2, 3, 4, 5], [1, 2, 9]]
+    assert reusable([], [[1, 2]]) == 0
+    assert reusable(held, [[1, 2, 3, 4, 5, 6], [1, 2, 9, 9]]) == 3
+    assert reusable(held, [[1, 2, 3, 4, 5], [1, 2, 9]]) == 2  # the last token is always read, for its logits
+    assert reusable(held, [[7, 2, 3], [1, 2, 9, 9]]) == 0
+    assert reusable(held[:1], [[1, 2, 3, 4, 5, 6]], [[1, 2, 3]]) == 3  # recurrent states are those after the last prompt
+    assert reusable(held[:1], [[1, 2, 3]], [[1, 2, 3]]) == 0
+    assert reusable(held, [[1, 2, 3, 4], [1, 2, 9, 9]], [[1, 2, 3], [1, 2]]) == 0
 
 
 @pytest.fixture

@@ -52,9 +52,8 @@ def test_each_token_gets_its_row_and_each_ending_prompt_a_row_of_logits(seed, pa
         assert (len(empty), m) == (len(chunk), n)
         assert len(take) == b + most_ends(C)
     of_runs, of_tiles = states_of(runs) if padded and recurrent else ((), ())
-    most = layout.states[0]
-    assert [row for row in map(tuple, states[:most].tolist()) if any(row)] == list(of_runs)
-    assert [row for row in map(tuple, states[most:].tolist()) if any(row)] == list(of_tiles)
+    for given, expected in zip(states.split([*layout.states]), (of_runs, of_tiles), strict=True):
+        assert given.tolist() == [*map(list, expected), *[[0] * 4] * (len(given) - len(expected))]
 
 
 @pytest.mark.parametrize("most", [1, 6, 128])
@@ -63,7 +62,7 @@ def test_a_pass_has_room_for_its_rows_and_is_no_larger_than_the_next_size(most):
     for n in range(1, most + 1):
         assert n <= sizes.bucket(n) <= most
         assert sizes.riding(n) <= max(RIDING, 2 * n)
-        for tokens in (1, 30, 500, 3000):
+        for tokens in (1, 30, 256 - sizes.riding(n), 500, 3000):
             b, M = sizes.size(n, tokens)
             assert b >= min(n, most)
             assert b + tokens <= M

@@ -1,0 +1,87 @@
+"""Recording of passes at the start and later: which sizes, in which memory, and what a recording that fails leaves."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from asking import Replayed, build
+
+from lowq_cli.serving.continuous import ContinuousEngine
+
+NOT_RECORDED = "operation not permitted when stream is capturing"
+
+
+@pytest.fixture
+def passes():
+    """The passes of a small model, of few sizes as on a GPU."""
+    result = ContinuousEngine(build("llama"), 4, running=4).passes
+    result.sizes.padded, result.sizes.totals = True, (32, 64)
+    return result
+
+
+def capturing(passes, failures, pools):
+    """Recordings that are computed again; the first ones raise the given errors."""
+
+    def capture(step, pool):
+        pools.append(pool)
+        if failures:
+            raise failures.pop(0)
+        result = Replayed(step, passes.rows)
+        result.graph = SimpleNamespace(pool=lambda: "shared")
+        return result
+
+    return capture
+
+
+def test_the_start_records_all_sizes_in_one_pool_and_tries_a_failure_once_more(passes):
+    pools, done = [], []
+    passes.capture = capturing(passes, [RuntimeError(NOT_RECORDED)], pools)
+    with torch.inference_mode():
+        passes.record(lambda n, of: done.append((n, of)))
+    keys = passes.sizes.keys
+    assert passes.reason == ""
+    assert list(passes.captured) == keys
+    assert pools == [None, None, *["shared"] * (len(keys) - 1)]
+    assert done == [(n + 1, len(keys)) for n in range(len(keys))]
+    assert {rows for _, rows, _ in passes.token_budget.known} == {rows for _, rows, _ in keys}
+
+
+def test_a_size_that_cannot_be_recorded_ends_the_recording_with_a_reason(passes):
+    passes.capture = capturing(passes, [RuntimeError(NOT_RECORDED)] * 2, [])
+    with torch.inference_mode():
+        passes.record()
+    assert passes.captured == {}
+    assert NOT_RECORDED in passes.reason
+
+
+@pytest.mark.parametrize("met", [False, True])
+def test_a_lack_of_memory_is_an_error_at_the_start_and_a_reason_later(passes, met):
+    passes.capture, passes.pool = capturing(passes, [torch.OutOfMemoryError("no room")], []), object()
+    passes.met = set() if met else None
+    with torch.inference_mode():
+        if met:
+            assert not passes.record_next()
+            assert "no room" in passes.reason
+            assert passes.met is None
+        else:
+            with pytest.raises(torch.OutOfMemoryError):
+                passes.record()
+
+
+def test_logits_of_a_recording_are_its_own_or_in_the_memory_that_is_given(passes):
+    passes.capture, made, given = capturing(passes, [], []), [], torch.zeros(2, 3)
+
+    def step():
+        made.append(torch.full((2, 3), float(len(made) + 1)))
+        return made[-1]
+
+    with torch.inference_mode():
+        own, shared = passes.graph_of(step, None), passes.graph_of(step, given, first=True)
+    assert own.logits is made[0]
+    assert shared.logits is given
+    assert given.eq(3.0).all()  # run once before it was recorded
+    shared.replay()
+    assert given.eq(4.0).all()
+    passes.capture = capturing(passes, [RuntimeError(NOT_RECORDED)], [])
+    with pytest.raises(RuntimeError, match="capturing"), torch.inference_mode():
+        passes.graph_of(step, None)
