@@ -15,6 +15,8 @@ class Dense(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., K) -> (..., N)."""
+        if x.dim() == 2:  # without a view that would keep a CPU's step from being recorded (`repeated.Repeated`)
+            return product(x, self.weight, self.bias)
         return product(x.flatten(0, -2), self.weight, self.bias).unflatten(0, x.shape[:-1])
 
 

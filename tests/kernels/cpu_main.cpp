@@ -24,7 +24,7 @@ int main() {
         auto at = [&](int i) { return part[i].empty() ? nullptr : part[i].data(); };
         a.x = at(0), a.words = (const int32_t*)at(1), a.scales = at(2), a.zeros = at(3), a.bias = at(4);
         a.most = (const float*)at(5), a.table = (const float*)at(6), a.factor = (const float*)at(7);
-        std::vector<char> y((size_t)a.M * a.N * 2, 0x5a);
+        std::vector<char> y((size_t)a.M * a.N * (a.dtype == FP32 ? 4 : 2), 0x5a);
         a.y = y.data();
         MULTIPLY(a);
         fwrite(y.data(), 1, y.size(), stdout);

@@ -32,7 +32,8 @@ SETS = {  # -> what must be installed; the compiler and its flags; sources; what
         (),
     ),
 }
-TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 6e-3}
+TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 6e-3, torch.float32: 1e-6}
+HALVES = (torch.float16, torch.bfloat16)
 CASES = [(1, 33, 64, 32), (3, 40, 256, 128), (9, 17, 96, 96), (5, 31, 30, 30)]  # M N K group
 TABLES = [(4, "e2m1/e4m3"), (4, "e2m1/e8m0"), (4, "nf4"), (3, "fitted"), (2, "fitted/e4m3")]
 TABLES_OF = tuple(kind for _, kind in TABLES)
@@ -78,8 +79,10 @@ def test_products_against_the_definition(program, bits, monkeypatch):
 
     monkeypatch.setattr(native, "product", send)
     for bits, zero in kinds:
-        for dtype in TOLERANCE:
+        for dtype in TOLERANCE if zero == "dense" else HALVES:
             for M, N, K, group in CASES:
+                if dtype == torch.float32 and M > dense.MOST_FP32:
+                    continue
                 q, x, bias = make(M, N, K, group, min(bits, 8), zero if zero in (*ZERO_KINDS, *TABLES_OF) else "float", dtype)
                 W, taken = q.dequantize(), x.double()
                 if zero == "dense":
@@ -95,7 +98,7 @@ def test_products_against_the_definition(program, bits, monkeypatch):
     done = subprocess.run(program, input=b"".join(sent), capture_output=True, check=True)
     at = 0
     for truth, dtype in truths:
-        raw = bytearray(done.stdout[at : at + truth.numel() * 2])
+        raw = bytearray(done.stdout[at : at + truth.numel() * dtype.itemsize])
         at += len(raw)
         y = torch.frombuffer(raw, dtype=dtype).reshape(truth.shape).double()
         assert (y - truth).norm() / truth.norm() < TOLERANCE[dtype]

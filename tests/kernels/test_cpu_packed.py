@@ -51,16 +51,26 @@ def test_rows_rounded_to_8_bits_against_the_definition(isa, bits):
             assert error(packed.packed_int8(x, p, bias, {}), truth) < 6e-3, (N, K, group, M)
 
 
-def test_a_16_bit_layer_against_the_definition(isa):
+def test_a_layer_that_is_not_quantized_against_the_definition(isa):
+    dtypes = [*((dtype, dense.MOST, e / 2) for dtype, e in TOLERANCE.items()), (torch.float32, dense.MOST_FP32, 1e-6)]
     for N, K in ((33, 64), (5, 200), (70, 45)):
-        for dtype in TOLERANCE:
-            layer, x = torch.nn.Linear(K, N, dtype=dtype).requires_grad_(False), rows(dense.MOST, K, dtype)
+        for dtype, most, tolerance in dtypes:
+            layer, x = torch.nn.Linear(K, N, dtype=dtype).requires_grad_(False), rows(most, K, dtype)
             truth = x.double() @ layer.weight.double().t() + layer.bias.double()
             whole = dense.product(x, layer.weight, layer.bias)
-            for M in range(1, dense.MOST + 1):
-                y = dense.product(x[:M], layer.weight, layer.bias)
-                assert error(y, truth[:M]) < TOLERANCE[dtype] / 2
+            for M in range(1, most + 1):
+                with Products() as torchs:
+                    y = dense.product(x[:M], layer.weight, layer.bias)
+                assert not torchs.dtypes
+                assert error(y, truth[:M]) < tolerance
                 assert torch.equal(y, whole[:M])
+
+
+def test_layers_that_are_trained_keep_their_gradients(isa):
+    for dtype in (torch.bfloat16, torch.float32):
+        layer = torch.nn.Linear(64, 8, dtype=dtype)
+        dense.product(rows(1, 64, dtype), layer.weight, layer.bias).sum().backward()
+        assert layer.weight.grad is not None
 
 
 def test_many_rows_of_16_bits_are_not_left_to_slow_loops(monkeypatch):

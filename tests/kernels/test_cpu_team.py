@@ -5,10 +5,13 @@ import math
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from lowq_cli.engine.decoders import decoder_of
+from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.open_model import ready
 from lowq_cli.engine.sampling import Sampling
+from lowq_cli.files.source import DEMO
 from lowq_cli.run.pipeline import quantize
 from lowq_cli.serving.cache_allocator import trial_runner
 from lowq_kernels.decode import cpu
@@ -159,6 +162,20 @@ def halved(times):
     leader = Team()
     leader.ends = times * [math.inf]
     return team.Follower(leader)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_steps_of_a_model_that_is_not_quantized_are_recorded_and_have_the_same_logits(dtype):
+    logits = []
+    for recorded in (True, False):
+        decoder = NativeDecoder(AutoModelForCausalLM.from_pretrained(DEMO, dtype=dtype))
+        decoder.start([list(range(5, 20))], Sampling(), 8)
+        decoder.repeated = decoder.repeated if recorded else None
+        for _ in range(4):
+            decoder.step()
+        assert not recorded or all(decoder.repeated.made.values())
+        logits.append(decoder.sampler.logits.clone())
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("times", [0, 1, 2])

@@ -6,6 +6,7 @@
 
 namespace {
 struct Bf16 {
+    using Word = uint16_t;
     using X = uint16_t;
     using W = __m512bh;
     using F = __m512;

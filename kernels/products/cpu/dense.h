@@ -1,4 +1,4 @@
-// Few rows of x against a 16-bit matrix (N, K), in fp32: an output head that was not quantized. And values to and from fp32.
+// Few rows of x against a matrix (N, K) in 16 bits or fp32: a layer that was not quantized. And values to and from fp32.
 #pragma once
 #include <cstdint>
 #include <cstdlib>
@@ -77,7 +77,7 @@ inline void write_rows(const Args& a, int n0, int m0, int MB, float (*out)[WIDE]
 // Of a mapped file. One line of a page is asked for ahead: its address is then known in time (3.4 -> 2.9 ms of 64 MB).
 constexpr int PAGE = 4096;
 
-// NB rows of the 16-bit weight with MB rows of x, both along k: two sums each, always added in one order, so that a row of y
+// NB rows of the weight with MB rows of x, both along k: two sums each, always added in one order, so that a row of y
 // has the same bits in any company. `Way` says what a step of STEP k is, for operands as it wants them.
 template <class Way, int NB, int MB>
 inline void dot_rows(const Args& a, const typename Way::X* x, int n, int m) {
@@ -89,9 +89,9 @@ inline void dot_rows(const Args& a, const typename Way::X* x, int n, int m) {
         for (int j = 0; j < MB; j++)
 #pragma GCC unroll 2
             for (int u = 0; u < U; u++) sum[i][j][u] = Way::zero();
-    const uint16_t* row = (const uint16_t*)a.words + (size_t)n * a.K;
+    const auto* row = (const typename Way::Word*)a.words + (size_t)n * a.K;
     const typename Way::X* at = x + (size_t)m * a.K;
-    for (int k = 0; m == 0 && k < a.K; k += PAGE / 2) __builtin_prefetch(row + k + 2 * PAGE);
+    for (int k = 0; m == 0 && k < a.K; k += PAGE / (int)sizeof *row) __builtin_prefetch(row + k + 4 * PAGE / sizeof *row);
     int k = 0;
     for (; k + U * Way::STEP <= a.K; k += U * Way::STEP)
 #pragma GCC unroll 2

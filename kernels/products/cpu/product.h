@@ -7,6 +7,7 @@
 #pragma once
 #include <cstdint>
 #include <cstdlib>
+#include <type_traits>
 
 #include "dense.h"
 #include "few.h"
@@ -111,9 +112,10 @@ void widths(const Args& a) {
     }
 }
 
-// Steps of a 16-bit weight by fp32 multiply-adds.
+// Steps of a weight of 16 or 32 bits by fp32 multiply-adds.
 template <int T>
 struct Widened {
+    using Word = std::conditional_t<T == FP32, float, uint16_t>;
     using X = float;
     using W = Isa::F;
     using F = Isa::F;
@@ -130,12 +132,14 @@ inline void dense(const Args& a) {
     const size_t n = (size_t)a.M * a.K;
     float* x = (float*)malloc(sizeof(float) * n);
     for (int m = 0; m < a.M; m++) widen(x + (size_t)m * a.K, a.x, a.dtype, (size_t)m * a.K, a.K);
-    a.meta == BF16 ? dense_rows<Widened<BF16>>(a, x) : dense_rows<Widened<FP16>>(a, x);
+    a.meta == BF16   ? dense_rows<Widened<BF16>>(a, x)
+    : a.meta == FP16 ? dense_rows<Widened<FP16>>(a, x)
+                     : dense_rows<Widened<FP32>>(a, x);
     free(x);
 }
 
 inline void product(const Args& a) {
-    if (a.bits == 16) return dense(a);
+    if (a.bits >= 16) return dense(a);
     if (a.table) return table_widths(a);
     a.digits == 2 ? widths<2>(a) : widths<1>(a);
 }
