@@ -1,8 +1,9 @@
 """docs/cpu.md: the price of sampling, and lowq compared with llama.cpp.
 
-Results: cpu/sampling.json, of sampling_cpu.py; cpu/llamacpp_1b*.json, of cpu_llamacpp.py.
+Results in cpu/: sampling.json, of sampling_cpu.py; llamacpp_1b*.json, of cpu_llamacpp.py; hybrids.json, of hybrids_cpu.py.
 """
 
+from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
@@ -77,3 +78,45 @@ def _machine(report: dict[str, Any]) -> str:
         ours, bare = (min(r[k] for r in found) for k in ("first_s", "torch_s"))
         lines += f"\n\nFrom the shell to the first token, {name}: {ours:.2f} s, of which `import torch` {bare:.2f} s."
     return lines
+
+
+@part
+def cpu_hybrids() -> str:
+    """Hybrids next to a Llama of as many weights, in lowq and in llama.cpp."""
+    found, cells = read("cpu/hybrids.json"), list[tuple[object, ...]]()
+    for row in found["rows"]:
+        more = row["weights"] / row["llama_weights"]
+        cells.append((f"`{row['family']}`", f"lowq, {row['form']}", row["rounds"], *_hybrid(row, more), "", ""))
+        if theirs := row.get("llama.cpp"):
+            over = {key: f"{theirs[key] / row[key]:.2f}" for key in theirs if key.endswith(("_s", "_ms"))}
+            times = (f"{over[key]} / {over[f'llama_{key}']}" for key in ("prompt_s", "step_ms"))
+            cells.append(("", f"llama.cpp, {theirs['file']}", "", *_hybrid(theirs, more), *times))
+    told = f"{found['processor']}, {found['cpu']}, {found['threads']} thread, CPU time, the least of all rounds, load "
+    told += (
+        f"{min(found['load'])} to {max(found['load'])} before a run, {found['measured']} (torch {found['torch']}, llama.cpp of "
+    )
+    told += f"{found['llama_cpp']}).\n\n"
+    logits = [(row["family"], row["llama.cpp"]["apart"]) for row in found["rows"] if "apart" in row.get("llama.cpp", {})]
+    told += "".join(
+        f"Logits of `{family}` in fp32 differ by {a:.1g}, of the Llama by {b:.1g}.\n\n" for family, (a, b) in logits
+    )
+    heads = (
+        "hybrid",
+        "",
+        ">rounds",
+        ">MB a step reads",
+        ">prompt, s: hybrid / Llama",
+        ">ratio",
+        ">step, ms: hybrid / Llama",
+        ">ratio",
+    )
+    return told + table((*heads, ">prompt over lowq's: hybrid / Llama", ">step over lowq's"), cells)
+
+
+def _hybrid(row: dict[str, Any], more: float) -> Iterator[str]:
+    """One program's times of both models, and the hybrid's over the Llama's by weight, of which it has `more`."""
+    yield " / ".join(f"{x:.0f}" for x in row["mb"])
+    for key, form in (("prompt_s", ".2f"), ("step_ms", ".1f")):
+        hybrid, llama = row[key], row[f"llama_{key}"]
+        yield f"{hybrid:{form}} / {llama:{form}}"
+        yield f"{hybrid / llama / more:.2f}"
