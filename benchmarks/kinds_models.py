@@ -74,13 +74,14 @@ def hybrid(dense: Any) -> Any:
     return model
 
 
-def train(model: Any, ids: torch.Tensor, seconds: float, on: str) -> dict[str, Any]:
-    """Train a model in place on windows of ids (n,); returns the facts of the run. seconds: of this process, on a CPU."""
+def train(model: Any, ids: torch.Tensor, seconds: float, on: str, length: int = LENGTH) -> dict[str, Any]:
+    """Train a model in place on windows of ids (n,) of `length` tokens, fewer at once where they are longer; returns the facts
+    of the run. seconds: of this process, on a CPU."""
     clock = time.process_time if on == "cpu" else time.monotonic
     torch.manual_seed(0)
     model.to(on).train()
-    count, losses, began = SEQUENCES[on], list[float](), clock()
-    most = PASSES * len(ids) // (count * LENGTH)
+    count, losses, began = SEQUENCES[on] * LENGTH // length, list[float](), clock()
+    most = PASSES * len(ids) // (count * length)
     optimizer = torch.optim.AdamW(model.parameters(), RATE, betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(most):
         share = max((clock() - began) / seconds, step / most)
@@ -88,8 +89,8 @@ def train(model: Any, ids: torch.Tensor, seconds: float, on: str) -> dict[str, A
             break
         for group in optimizer.param_groups:
             group["lr"] = RATE * min((step + 1) / 10, 1 - share)
-        at = torch.randint(0, len(ids) - LENGTH, (count,))
-        windows = torch.stack([ids[i : i + LENGTH] for i in at.tolist()]).to(on)
+        at = torch.randint(0, len(ids) - length, (count,))
+        windows = torch.stack([ids[i : i + length] for i in at.tolist()]).to(on)
         loss = model(windows, labels=windows).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -100,7 +101,7 @@ def train(model: Any, ids: torch.Tensor, seconds: float, on: str) -> dict[str, A
             print(f"step {step} of at most {most}: {losses[-1]:.2f} nats a token", flush=True)
     last = losses[-10:]
     return {
-        "seconds": round(clock() - began, 1), "steps": len(losses), "tokens": len(losses) * count * LENGTH,
+        "seconds": round(clock() - began, 1), "steps": len(losses), "tokens": len(losses) * count * length,
         "parameters": sum(p.numel() for p in model.parameters()),
         "loss_before": round(losses[0], 3), "loss_after": round(sum(last) / len(last), 3),
     }  # fmt: skip

@@ -1,6 +1,7 @@
 """docs/families.md: published folders, described families and their speed, every causal language model.
 
-Results: accuracy/folders.json and families.json (`python -m tests.folders`, `tests.families`), */families_speed*.json.
+Results: accuracy/folders.json and families.json (`python -m tests.folders`, `tests.families`), */families_speed*.json,
+cpu/state_dtype.json.
 """
 
 import sys
@@ -11,7 +12,7 @@ from lowq_cli.calibrate.residual_stream import why_not
 from lowq_packers import arch
 from lowq_packers.arch.config import NotPlain, read_config
 from lowq_packers.arch.parts import mixers
-from pages import RESULTS, ROOT, part, read, table
+from pages import RESULTS, ROOT, part, read, table, versions
 from pages.work import flops, step_bytes
 
 
@@ -149,6 +150,24 @@ def beside_vllm() -> str:
                 told += f"Answers after {found['prompt']} tokens.\n\n"
     cells = [cell for family, engines in by.items() if (cell := _beside(family, engines))]
     return told + table(("family", ">layers", *BESIDE), cells)
+
+
+@part
+def state_dtype() -> str:
+    """What a recurrent state in bf16 changes in small models, and by how long it remembers."""
+    found, cells = read("cpu/state_dtype.json"), list[tuple[str, ...]]()
+    told = f"{found['text']}, windows of {found['length']:,} tokens ({found['date']}, {versions(found['versions'])}):\n\n"
+    for row in found["rows"]:
+        for state, of in row["states"].items():
+            kl = [f"{of[key]:.1e}" if of["kl"] else "" for key in ("kl", "last_kl")]
+            perplexities = (f"{of[key]:.3f}" for key in ("ppl", "last_ppl"))
+            cells.append((row["mixer"], state, f"{row['tokens']:,}", *perplexities, *kl, f"{of['top1']:.2%}"))
+    heads = ("layers", "state", ">tokens", ">perplexity", ">of the last quarter", ">KL to fp32", ">of the last quarter")
+    told += table((*heads, ">same likeliest token"), cells)
+    errors = [(mixer, *(f"{error:.1%}" for error in by.values())) for mixer, by in found["decays"].items()]
+    columns = next(iter(found["decays"].values()))
+    told += "\nRelative error of outputs with a state in bf16, by the share of the state that a token leaves:\n\n"
+    return told + table(("layers", *(f">{decay}" for decay in columns)), errors)
 
 
 @part
