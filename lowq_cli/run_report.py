@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +16,30 @@ if TYPE_CHECKING:
     from lowq_cli.plan.plan import Plan
     from lowq_cli.run.budget import Budget
     from lowq_cli.run.events import Event, LayerDone, Result
-    from lowq_cli.run.prepare import Prepared
+    from lowq_cli.run.prepare import Prepared, Watch
 
 FEW_BITS = 3  # max. bits at which calibration halves the loss of quantization (docs/accuracy.md)
 BAR = "#"
 EMBEDDING_BITS = 8.5  # bits per weight of an 8-bit embedding with a scale and zero per 64 weights
 MUCH = 0.2  # a 16-bit embedding that takes a larger share of the file gets a hint
 STEPS = 1000  # length of a progress bar that is shown before the number of steps is known
+
+
+@contextmanager
+def preparing(model: str) -> "Iterator[Watch]":
+    """Show what `prepare` does before there is a plan: yields its `watch`, which shows a progress bar per phase."""
+    with ExitStack() as shown:
+        shown.enter_context(console.status(f"reading {model}"))
+        phase, advance = "", None
+
+        def watch(name: str, done: int, total: int, line: str) -> None:
+            nonlocal phase, advance
+            if advance is None or name != phase:
+                shown.close()
+                phase, advance = name, shown.enter_context(console.progress(name, STEPS))
+            advance(STEPS * done // total, line)
+
+        yield watch
 
 
 def show_plan(prepared: "Prepared", on_stdout: bool = False) -> None:
@@ -153,8 +171,7 @@ def _follow_text(began: float, events: "Iterator[Event]") -> Begun:
     """Show the model's generation of its calibration text; returns the events that follow."""
     from lowq_cli.run.events import TextStep
 
-    what = "tokens of its own text"
-    return _follow_first(began, events, TextStep, "write", lambda e: (e.tokens, f"{e.tokens:,} of {e.total:,} {what}"))
+    return _follow_first(began, events, TextStep, "write", lambda e: (e.tokens, e.line))
 
 
 def _follow_curvature(began: float, events: "Iterator[Event]") -> Begun:

@@ -175,11 +175,7 @@ def spread(
 
     Raises UsageError where no weight is left to choose for, and the errors of `make_plan`.
     """
-    calibrated = recipe.method != "auto" and quantizers.needs_text(recipe.method)
-    without = replace(
-        recipe, bpw=None, size=None, max_kl=None, max_ppl=None, fit=None, tokens_per_s=None, judge=None, calib=None
-    )
-    plain = replace(without, calib=recipe.calib if calibrated else None)
+    plain = recipe.uniform
     groups = grouped(free_candidates(source, plain))
     options = {name: _options(members, plain) for name, members in groups.items()}
     groups = {name: members for name, members in groups.items() if options[name]}

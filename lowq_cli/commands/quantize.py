@@ -13,7 +13,7 @@ import typer
 
 from lowq_cli import completion, console, drawing, quantizers, recipes
 from lowq_cli.commands import AsJson, MixtureType, option
-from lowq_cli.run_report import STEPS, follow, show_plan
+from lowq_cli.run_report import follow, preparing, show_plan
 from lowq_packers.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -145,7 +145,9 @@ def quantize(
     ] = None,
     device: Annotated[str, option("auto, cpu, cuda, or several GPUs: cuda:0,cuda:1.", completion.devices)] = "auto",
     shard_size: Annotated[str, typer.Option(help="Largest weight file, such as 2GiB or 500MB.")] = "2GiB",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and stop before weights are read.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the plan and stop; only a budget such as --bpw reads weights for it.")
+    ] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of continuing what is in the folder.")] = False,
     as_json: AsJson = False,
     **flags: Any,
@@ -183,12 +185,8 @@ def quantize(
     if not dry_run:
         wake(device.split(",")[0])
     with ExitStack() as stack:
-        with console.progress("measure", STEPS) if budgeted else console.status(f"reading {model}") as advance:
+        with preparing(model) as watch:
             from lowq_cli.run.prepare import prepare
-
-            def watch(done: int, total: int, found: str = "") -> None:
-                assert advance  # only a budget needs this measurement
-                advance(STEPS * done // total, f"round {done}: {found}" if found else f"{done} of {total} layers")
 
             faults = []
             for one in recipes:
@@ -221,7 +219,7 @@ def quantize(
             more |= _bound(prepared) | ({"export": {"format": to, "out": str(target)}} if target else {})
             console.out_json({**prepared.plan.to_json(), "out": str(prepared.out), "budget": prepared.budget.to_json(), **more})
         elif dry_run:
-            console.say(f"dry run: nothing was {'' if prepared.mixed else 'read of the weights, nothing was '}written")
+            console.say(f"dry run: nothing was {'' if prepared.mixed else 'read of the weights, nothing was '}written into OUT")
         if dry_run:
             return
         from lowq_cli.run.output_folder import run_in

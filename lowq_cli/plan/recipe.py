@@ -167,6 +167,13 @@ class Recipe:
         return any(getattr(self, name) is not None for name in BUDGETS)
 
     @property
+    def uniform(self) -> "Recipe":
+        """The recipe without its budget or bound, and with the text only if its method reads one: before widths are chosen."""
+        calib = self.calib if self.method != "auto" and quantizers.needs_text(self.method) else None
+        no_budget = dict.fromkeys((*BUDGETS, "fit", "tokens_per_s", "judge"))
+        return replace(self, **no_budget, calib=calib)  # type: ignore[arg-type]
+
+    @property
     def bounded(self) -> bool:
         """Whether the recipe bounds the loss (max_kl or max_ppl)."""
         return self.max_kl is not None or self.max_ppl is not None

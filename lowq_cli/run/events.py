@@ -13,6 +13,11 @@ class TextStep:
     tokens: int
     total: int
 
+    @property
+    def line(self) -> str:
+        """The progress in words."""
+        return f"{self.tokens:,} of {self.total:,} tokens of its own text"
+
 
 @dataclass(frozen=True)
 class TensorDone:

@@ -25,10 +25,11 @@ from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.prompts import encode, stop_ids
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.files.folder import sweep, unfinished
-from lowq_cli.files.source import open_source
+from lowq_cli.files.source import Source, open_source
 from lowq_cli.interop.importer import runnable
+from lowq_cli.plan.plan import Plan
 from lowq_cli.plan.recipe import Recipe, make_recipe
-from lowq_cli.quantizers import FEW_TOKENS
+from lowq_cli.quantizers import FEW_TOKENS, needs_text
 from lowq_cli.run.events import TextStep
 from lowq_cli.run.own_text_plan import CHAT, GREEDY, PLAIN, Outlook, kept_round
 from lowq_cli.state import writing
@@ -90,7 +91,23 @@ def continued(plan: Outlook, make: Make | None) -> Generator[TextStep, None, tor
 
 def whole(plan: Outlook, make: Make | None, visits: Visits | None = None) -> texts.Text:
     """The return value of `write`, without its progress events."""
-    return _result(write(plan, make, visits))
+    return result(write(plan, make, visits))
+
+
+def chosen(
+    plan: Outlook, make: Make | None, source: Source, quantized: Plan, given: bool
+) -> Generator[TextStep, None, texts.Text]:
+    """The text that calibrates a run: that of `write`, made longer for the experts whose method in `quantized` reads it.
+
+    given: whether the user chose this text; if not, and the model ends its texts at once, it is the bundled one.
+    """
+    experts = any(i.kind == "expert" and i.method and needs_text(i.method) for i in quantized.items)
+    try:
+        return (yield from write(plan, make, Visits(source, plan.device) if experts else None))
+    except UnsupportedError:
+        if given:
+            raise
+        return texts.Text.read(texts.BUNDLED)
 
 
 class _Author:
@@ -166,7 +183,7 @@ class _Author:
         return [added]
 
     def _draw(self, prompts: list[list[int]], seed: int, room: int) -> list[list[int]]:
-        return _result(self._drawn(prompts, seed, room, 0))
+        return result(self._drawn(prompts, seed, room, 0))
 
     def _drawn(
         self, prompts: list[list[int]], seed: int, room: int, before: int, temperature: float = 1.0
@@ -219,10 +236,11 @@ class _Author:
             sweep(self.plan.folder / COPY)  # left by a killed process
 
 
-def _result(steps: Generator[TextStep, None, Result]) -> Result:
+def result(steps: Generator[TextStep, None, Result], watch: Callable[[TextStep], object] = lambda step: None) -> Result:
+    """The return value of a generator of progress events, each of which is passed to `watch`."""
     while True:
         try:
-            next(steps)
+            watch(next(steps))
         except StopIteration as e:
             return e.value
 

@@ -72,7 +72,7 @@ def decide(model: str, source: Source, recipe: Recipe, device: torch.device) -> 
     try:
         plan = outlook(model, source, recipe, device)
         if recipe.calib is None:
-            writing, quantizing = WRITING * source.params * recipe.tokens, operations(make_plan(source, _plain(recipe)))
+            writing, quantizing = WRITING * source.params * recipe.tokens, operations(make_plan(source, recipe.uniform))
             if writing > quantizing:
                 times = writing / max(quantizing, 1)
                 why = f"writing its own text would take {times:.1f} times as long as quantizing; --calib self writes it"
@@ -83,11 +83,6 @@ def decide(model: str, source: Source, recipe: Recipe, device: torch.device) -> 
     if why:
         return replace(recipe, calib=texts.BUNDLED), None, f"calibrated on the bundled text: {why}"
     return replace(recipe, calib=texts.SELF), plan, plan.summary
-
-
-def _plain(recipe: Recipe) -> Recipe:
-    """The recipe without its budget of bits, whose widths are only known after calibration."""
-    return replace(recipe, bpw=None, size=None, max_kl=None, max_ppl=None, fit=None, tokens_per_s=None)
 
 
 def outlook(model: str, source: Source, recipe: Recipe, device: torch.device, room: float | None = None) -> Outlook:

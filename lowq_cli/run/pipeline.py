@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowq_cli import quantizers
 from lowq_cli.calibrate.requirements import identity
-from lowq_cli.calibrate.texts import BUNDLED, Text
+from lowq_cli.calibrate.texts import Text
 from lowq_cli.files.safetensors_writer import to_json
 from lowq_cli.files.source import CONFIG, REPORT, Source
 from lowq_cli.files.weight_files import INDEX
@@ -38,11 +37,10 @@ from lowq_cli.run.output_folder import OutputFolder, ShardFile, output_names
 from lowq_cli.run.prepare import Prepared, prepare
 from lowq_cli.run.records import known_result, make_report, result_of
 from lowq_cli.workers import in_order, on_free_device
-from lowq_packers.errors import LowqError, UnsupportedError, UsageError
+from lowq_packers.errors import LowqError, UsageError
 
 if TYPE_CHECKING:
     from lowq_cli.calibrate.calibration import Calibration
-    from lowq_cli.calibrate.expert_usage import Visits
     from lowq_cli.run.own_text import Make
 
 FILES_AT_ONCE = {"cpu": 1, "cuda": 4}  # max. output files that workers write into at once
@@ -122,14 +120,9 @@ def text_of(prepared: Prepared, plan: Plan) -> Generator[Event, None, tuple[Text
         return prepared.text, plan
     from lowq_cli.run import own_text  # the decoder
 
-    on = torch.device(str(prepared.workers[0]))
-    try:
-        text = yield from own_text.write(prepared.own, maker(prepared.own.model, str(on)), _visits(prepared.source, plan, on))
-    except UnsupportedError:
-        if prepared.given:
-            raise
-        return Text.read(BUNDLED), replace(plan, recipe=replace(plan.recipe, calib=BUNDLED))
-    return text, plan
+    make = maker(prepared.own.model, str(prepared.workers[0]))
+    text = yield from own_text.chosen(prepared.own, make, prepared.source, plan, prepared.given)
+    return text, replace(plan, recipe=replace(plan.recipe, calib=text.name))
 
 
 def run(
@@ -159,15 +152,6 @@ def maker(model: str, device: str, shard_size: int = SHARD_SIZE) -> "Make":
         deque(run(model, recipe, folder, device, shard_size), maxlen=0)
 
     return make
-
-
-def _visits(source: Source, plan: Plan, device: torch.device) -> "Visits | None":
-    """A function that counts the tokens routed to each calibrated expert; None without experts."""
-    if not any(i.kind == "expert" and i.method and quantizers.needs_text(i.method) for i in plan.items):
-        return None
-    from lowq_cli.calibrate.expert_usage import Visits  # builds a model with transformers
-
-    return Visits(source, device)
 
 
 def run_hash(source: Source, plan: Plan, device: torch.device, text: Text | None) -> str:

@@ -1,10 +1,15 @@
-"""Prepare a run before it writes: the plan, the output folder, the budget. A dry run reads only headers."""
+"""Prepare a run before it writes: the plan, the output folder, the budget.
+
+A dry run reads only headers. With a budget of bits it reads all weights: the plan then depends on the sensitivity of each
+matrix, which is measured on the calibration text, and that text is written first if it is the model's own.
+"""
 
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,6 +35,7 @@ if TYPE_CHECKING:
     from lowq_cli.run.own_text import Make
     from lowq_cli.run.own_text_plan import Outlook
 
+Watch = Callable[[str, int, int, str], None]  # called with the name of a phase, the units done, their total, and a line
 UNDECIDED = "calibrated on the model's own text unless that is more to compute than quantizing, else on the bundled one"
 
 
@@ -65,14 +71,14 @@ def prepare(
     device: str = "auto",
     shard_size: int = SHARD_SIZE,
     headers_only: bool = False,
-    watch: Callable[..., None] | None = None,
+    watch: Watch = lambda *progress: None,
     make: "Make | None" = None,
 ) -> Iterator[Prepared]:
     """Prepare to quantize `model` by `recipe` into `out`.
 
     headers_only: only for the plan; except for a budget of bits, no weight is read or downloaded, and torch is not imported.
     device: one, or several as "cuda:0,cuda:1", each of which quantizes a tensor; the bytes do not depend on it.
-    watch: called with the measured layers and their total for a budget of bits, or with the rounds and results for a bound.
+    watch: called with the progress of what a budget of bits needs for its plan: the text, the layers, the rounds for a bound.
     make: quantizes the model by another recipe into a folder: trials for a bound, and the quick copy that generates the text if
     the model does not fit. Raises LowqError.
     """
@@ -89,8 +95,8 @@ def prepare(
         folder = default_out(source, recipe) if out is None else Path(out)
         check_apart(folder, source.folder if Path(model).is_dir() else None)
         if recipe.distills and recipe.calib_tokens is None and not recipe.bounded and devices[0].type == "cuda":
-            uniform = replace(recipe, bpw=None, size=None)  # as many weights as the widths that are not chosen yet
-            recipe = replace(recipe, calib_tokens=tokens_for(make_plan(source, uniform, shard_size)))
+            # the uniform recipe quantizes as many weights as the widths that are not chosen yet
+            recipe = replace(recipe, calib_tokens=tokens_for(make_plan(source, recipe.uniform, shard_size)))
         allocation = text = text_plan = met = trial = None
         given, notes = recipe.calib is not None, []
         if recipe.method != "auto" and quantizers.needs_text(recipe.method) and recipe.calib in (None, SELF):
@@ -106,7 +112,12 @@ def prepare(
             if text_plan:
                 from lowq_cli.run import own_text
 
-                text, text_plan = own_text.whole(text_plan, make), None
+                uniform = make_plan(source, recipe.uniform, shard_size)
+                steps = own_text.chosen(text_plan, make, source, uniform, given)
+                text = own_text.result(steps, lambda s: watch("write", s.tokens, s.total, s.line))
+                bundled = "calibrated on the bundled text: the model ends its own texts at once"
+                notes = [replace(text_plan, seconds=0.0).summary if text.name == SELF else bundled]
+                recipe, text_plan = replace(recipe, calib=text.name), None
             else:
                 text = Text.read(recipe.calib)
             on = pick_device(str(devices[0]))
@@ -116,7 +127,7 @@ def prepare(
                 recipe, allocation, met = search.run()
                 trial = search.best
             else:
-                recipe, allocation = mixed.resolve(source, recipe, text, on, watch)
+                recipe, allocation = mixed.resolve(source, recipe, text, on, partial(_show_layers, watch))
                 if recipe.method == "auto" and allocation.in_nats:
                     from lowq_cli.run import trained_plan
 
@@ -163,7 +174,7 @@ def _search(
     recipe: Recipe,
     text: Text,
     device: "torch.device",
-    watch: Callable[..., None] | None,
+    watch: Watch,
     make: "Make",
 ) -> "Search":
     """The search for the smallest checkpoint that meets a recipe's bound."""
@@ -172,8 +183,13 @@ def _search(
     from lowq_cli.run import bound  # the judges
 
     judge = read_text(recipe.judge)
-    spread = mixed.spread(source, recipe, text, device, watch)
-    return bound.Search(os.fspath(model), spread, recipe, (text.digest, judge), str(device), make, watch or (lambda *_: None))
+    spread = mixed.spread(source, recipe, text, device, partial(_show_layers, watch))
+    rounds = partial(watch, "search")
+    return bound.Search(os.fspath(model), spread, recipe, (text.digest, judge), str(device), make, rounds)
+
+
+def _show_layers(watch: Watch, done: int, total: int) -> None:
+    watch("measure", done, total, f"{done} of {total} layers")
 
 
 def _independent(source: Source, plan: Plan) -> bool:

@@ -13,6 +13,7 @@ from checkpoints import RARE, WORDS, write_byte_tokenizer
 from folders import files
 from typer.testing import CliRunner
 
+from lowq_cli.calibrate import texts
 from lowq_cli.calibrate.expert_usage import Visits
 from lowq_cli.files.folder import unfinished
 from lowq_cli.files.source import open_source
@@ -106,7 +107,7 @@ def test_a_chat_model_writes_half_as_conversations(dense, cache, tmp_path):
     text, _ = written(folder)
     plain, chat = text.ids[:2048], text.ids[2048:]
     assert plain[0] == 1
-    words = bytes(t for t in chat[:100].tolist()).decode("latin-1")
+    words = bytes(chat.tolist()).decode("latin-1")
     assert words.startswith("[user]")
     assert "[model]" in words
     assert {p.name[:4] for p in cache.rglob("*.safetensors")} == {"text", "chat"}
@@ -191,10 +192,33 @@ def test_a_quick_copy_is_its_process_alone_and_goes_when_that_was_killed(dense):
 
 
 def test_for_a_budget_of_bits_the_text_is_there_before_it_is_measured(dense, tmp_path):
+    phases = []
     more = {"bits": None, "bpw": 7.5}
-    with prepare(dense, recipe(**more), tmp_path / "o", device="cpu") as prepared:
+    with prepare(dense, recipe(**more), tmp_path / "o", device="cpu", watch=lambda *p: phases.append(p)) as prepared:
         assert prepared.text.name == "self"
         assert prepared.mixed.in_nats
+        assert prepared.plan.notes == ("calibrated on the model's own text, 4,096 tokens, seed 0: already written",)
+    assert list(dict.fromkeys(name for name, *_ in phases)) == ["write", "measure"]
+    assert phases[0] == ("write", 0, 4096, "0 of 4,096 tokens of its own text")
+
+
+def test_the_judge_of_a_bound_is_no_matter_of_the_choice_of_the_text(dense, tmp_path):
+    asked = make_recipe(method="gptq", max_kl=0.1, judge=str(tmp_path / "novel.txt"))
+    with open_source(dense) as source:
+        assert own_text_plan.decide(str(dense), source, asked, CPU)[0].judge == asked.judge
+
+
+def test_for_a_budget_a_model_that_writes_empty_texts_falls_back_to_the_bundled_text(dense, tmp_path):
+    dense = shutil.copytree(dense, tmp_path / "silent")
+    (dense / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(160))}))
+    with prepare(dense, recipe(bits=None, bpw=7.5, calib=None), tmp_path / "o", device="cpu") as prepared:
+        assert prepared.text.name == prepared.plan.recipe.calib == "bundled"
+        assert prepared.plan.notes == ("calibrated on the bundled text: the model ends its own texts at once",)
+    with (
+        pytest.raises(UnsupportedError, match="writes only empty texts"),
+        prepare(dense, recipe(bits=None, bpw=7.5), tmp_path / "o", device="cpu"),
+    ):
+        pass
 
 
 def test_experts_that_are_hardly_visited_get_more_text(family_checkpoints, tmp_path):
@@ -212,6 +236,8 @@ def test_experts_that_are_hardly_visited_get_more_text(family_checkpoints, tmp_p
     assert torch.equal(own_text.whole(outlook, None, visits).ids, longer)  # kept
     list(pipeline.run(dense, recipe(), tmp_path / "o"))
     assert json.loads((tmp_path / "o" / "lowq_report.json").read_text())["calibration"]["tokens"] == len(longer)
+    with prepare(dense, recipe(bits=None, bpw=7.5), tmp_path / "b", device="cpu") as prepared:
+        assert prepared.text.digest == texts.Text("", ids=longer).digest  # also for a budget, whose trials read that text
 
 
 KILLED = """
@@ -253,3 +279,15 @@ def test_the_command_shows_the_writing(dense, tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     assert "calibrated on the model's own text, 4,096 tokens, seed 0: about" in " ".join(result.output.split())
     assert "of its own text" in result.output
+
+
+def test_the_command_shows_the_writing_for_a_budget_and_says_of_a_dry_run_what_it_read(dense, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = ["--bpw", "7.5", "--method", "gptq", "--calib", "self", "--calib-tokens", "4096", "--out", "o", "--dry-run"]
+    result = CliRunner().invoke(app, ["quantize", str(dense), *flags])
+    assert result.exit_code == 0, result.output
+    assert "tokens of its own text" in result.output
+    assert "layers" in result.output
+    assert "seed 0: already written" in " ".join(result.output.split())
+    assert "dry run: nothing was written into OUT" in result.output
+    assert not (tmp_path / "o").exists()
