@@ -20,6 +20,7 @@ from lowq_packers.scheme import BITS, GROUP_STEP, Scheme, ZeroKind
 FLOATS = ("F32", "F16", "BF16")
 TORCH = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # safetensors' name of a dtype -> torch's
 NAMES = {f"torch.{theirs}": name for name, theirs in TORCH.items()}
+PATTERN = "+:"  # key in a rule's settings: the pattern, for messages
 EXCLUDED = "-:"  # key in a rule's settings: modules that match it are not quantized
 GATHERED = re.compile(r"(^|\.)(embed_tokens|wte|shared)$")  # modules that look up rows instead of multiplying
 
@@ -51,6 +52,14 @@ def check_fields(table: Mapping[str, Any], used: Iterable[str], harmless: Iterab
             raise UnsupportedError(f"quantization_config has {named}, which lowq does not know: it might change weights")
 
 
+def refusal(table: Mapping[str, Any], *keys: str, reads: str = "", module: str = "") -> UnsupportedError:
+    """The error for settings of a config that lowq does not read: their names and values, the module, and what it reads."""
+    rule = f"dynamic {table[PATTERN]!r}: " if PATTERN in table else ""
+    settings = ", ".join(f"{k}={table[k]!r:.80}" for k in keys if table.get(k) is not None) or f"{keys[0]}=None"
+    where, instead = f" for {module}" if module else "", f"; lowq reads {reads}" if reads else ""
+    return UnsupportedError(f"quantization_config: {rule}{settings}{where} is not supported{instead}")
+
+
 def flag(table: Mapping[str, Any], name: str, default: bool) -> bool:
     """A field that is true or false. Raises DamagedError for anything else: some readers take "false" as true."""
     value = table.get(name)
@@ -80,7 +89,7 @@ def check_absent(table: Mapping[str, Any], *names: str) -> None:
     """Raise UnsupportedError if one of these fields, which lowq does not support, is set and neither empty nor false."""
     for name in names:
         if table.get(name):
-            raise UnsupportedError(f"quantization_config has {name}={str(table[name])[:80]}, which lowq does not read")
+            raise refusal(table, name)
 
 
 def overridden(q: Mapping[str, Any], rules: Rules[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
@@ -109,7 +118,7 @@ def dynamic_rules(q: Mapping[str, Any], used: Iterable[str], harmless: Iterable[
         if not isinstance(values, Mapping):
             raise DamagedError(f"quantization_config: the dynamic rule {pattern!r} is not a table")
         check_fields(values, used, harmless, f"dynamic {pattern!r}: ")
-        rules.append((pattern.removeprefix("+:"), values))
+        rules.append((pattern.removeprefix("+:"), {**values, PATTERN: pattern}))
     return Rules(rules)
 
 

@@ -41,11 +41,9 @@ def fp4(p: str, form: str, w: Mapping[str, Any], headers: Headers, config: Confi
     scheme = FP4[form]
     declared = c.number(w, "num_bits"), w.get("type"), c.number(w, "group_size", default=scheme.group_size)
     if declared != (4, "float", scheme.group_size):
-        raise UnsupportedError(
-            f"{p}: {form} with {declared[0]}-bit {declared[1]} codes in groups of {declared[2]} is not supported"
-        )
+        raise c.refusal(w, "num_bits", "type", "group_size", module=f"{form} {p}")
     if not c.flag(w, "symmetric", True):
-        raise UnsupportedError(f"{p}: {form} with zero points is not supported")
+        raise c.refusal(w, "symmetric", reads="true", module=f"{form} {p}")
     parts = [f"{p}.weight_packed", f"{p}.weight_scale"]
     shape = _fp4.shape(headers, parts[0], parts[1], scheme)
     factored = scheme.scale == "e4m3"
@@ -98,8 +96,10 @@ def fp8(p: str, w: Mapping[str, Any], headers: Headers, config: Config) -> Matri
     """The matrix of a float-quantized module: fp8 times a scale per tensor, row, or block of `block_structure`."""
     N, K = c.matrix(headers, f"{p}.weight", FLOATS8)
     if w.get("type", "float") != "float" or c.number(w, "num_bits", default=8) != 8:
-        raise UnsupportedError(f"{p} is fp8, but quantization_config says {w.get('num_bits')}-bit {w.get('type')}")
-    if not c.flag(w, "symmetric", True) or f"{p}.weight_zero_point" in headers:
+        raise c.refusal(w, "num_bits", "type", module=f"fp8 {p}")
+    if not c.flag(w, "symmetric", True):
+        raise c.refusal(w, "symmetric", reads="true", module=f"fp8 {p}")
+    if f"{p}.weight_zero_point" in headers:
         raise UnsupportedError(f"{p}: fp8 with zero points is not supported")
     scale = c.need(headers, f"{p}.weight_scale")
     block: tuple[int, int] | None = None

@@ -46,14 +46,15 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
     c.check_fields(q, USED, HARMLESS)
     c.check_absent(q, "desc_act", "sym")
     if q.get("zero_point", True) is not True:  # null is rejected too: other readers take it as false
-        spelled = str(q["zero_point"])[:80]
-        raise UnsupportedError(f"AWQ with zero_point={spelled} is not supported: other readers ignore its zeros")
-    if q.get("checkpoint_format", q.get("format", "gemm")) != "gemm" or q.get("pack_dtype", "int32") != "int32":
-        raise UnsupportedError("AWQ with a checkpoint_format other than gemm or a pack_dtype other than int32 is not supported")
-    if (version := str(q.get("version", "gemm")).lower()) != "gemm":
-        raise UnsupportedError(f"AWQ version {version!r} is the layout of one kernel; lowq reads gemm")
-    if (bits := c.number(q, "bits", "w_bit")) != 4:
-        raise UnsupportedError(f"AWQ with {bits} bits is not supported; lowq reads 4")
+        raise c.refusal(q, "zero_point", reads="true, because other readers ignore the zeros of such a file")
+    if q.get("checkpoint_format", q.get("format", "gemm")) != "gemm":
+        raise c.refusal(q, "checkpoint_format", "format", reads="gemm")
+    if q.get("pack_dtype", "int32") != "int32":
+        raise c.refusal(q, "pack_dtype", reads="int32")
+    if str(q.get("version", "gemm")).lower() != "gemm":
+        raise c.refusal(q, "version", reads="gemm")
+    if c.number(q, "bits", "w_bit") != 4:
+        raise c.refusal(q, "bits", "w_bit", reads="4")
     matrices = []
     excluded = c.names(q, "modules_to_not_convert")
     for p in c.modules(headers, ".qweight"):

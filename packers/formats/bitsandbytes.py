@@ -70,7 +70,7 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
     q = c.section(config, "quantization_config")
     c.check_fields(q, USED, HARMLESS)
     if q.get("load_in_8bit") or q.get("_load_in_8bit"):
-        raise UnsupportedError("bitsandbytes with 8 bits is not supported; lowq reads nf4 and fp4")
+        raise c.refusal(q, "load_in_8bit", "_load_in_8bit", reads="nf4 and fp4")
     states = [(name.partition(f".{STATE}")[0], name) for name in headers if f".{STATE}" in name]
     if states and fetch is None:
         raise UnsupportedError("bitsandbytes says the shapes of its weights inside their files; download the model first")

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lowq_packers import bitstream
-from lowq_packers.errors import DamagedError, UnsupportedError
+from lowq_packers.errors import DamagedError
 from lowq_packers.formats import Config, Export, Fetch, Format, Header, Headers, Matrix, Tensors, _fp4, method, register
 from lowq_packers.formats import _common as c
 from lowq_packers.formats import _compressed_floats as floats
@@ -82,15 +82,15 @@ class Groups:
             raise DamagedError(f"the config group of {name} does not say how weights are quantized")
         declared = group.get("format") or q.get("format")
         if declared not in (None, *STRATEGIES, "naive-quantized", "mixed-precision"):
-            raise UnsupportedError(f"{name}: compressed-tensors format {str(declared)[:80]!r} is not supported")
+            raise c.refusal(group if group.get("format") else q, "format", module=name)
         if weights.get("actorder") not in ORDERS:
-            raise UnsupportedError(f"{name}: actorder={str(weights['actorder'])[:80]!r} is not supported")
+            raise c.refusal(weights, "actorder", module=name)
         if declared not in (None, form, "naive-quantized", "mixed-precision"):
             raise DamagedError(f"quantization_config says {name} is {declared!r}, but its tensors are {form}")
         c.check_fields(weights, WEIGHTS, WEIGHTS_HARMLESS)
         c.check_absent(weights, "dynamic")
         if weights.get("strategy") not in STRATEGIES[form]:
-            raise UnsupportedError(f"{name}: {form} by {weights.get('strategy')!r} is not supported")
+            raise c.refusal(weights, "strategy", module=f"{form} {name}")
         return weights
 
 
@@ -109,9 +109,9 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
         transforms = None
     c.check_absent({"sparsity_config": sparsity, "transform_config": transforms}, "sparsity_config", "transform_config")
     if q.get("format") not in (None, *STRATEGIES, "naive-quantized", "mixed-precision"):
-        raise UnsupportedError(f"compressed-tensors format {q['format']!r} is not supported")
+        raise c.refusal(q, "format")
     if q.get("quantization_status", "compressed") not in ("compressed", "frozen"):
-        raise UnsupportedError(f"quantization_status is {q['quantization_status']!r}; lowq reads compressed")
+        raise c.refusal(q, "quantization_status", reads="compressed")
     groups = Groups(q)
     matrices = []
     for name in headers:
@@ -131,7 +131,7 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
 def _packed(p: str, w: Mapping[str, Any], headers: Headers, fetch: Fetch | None) -> Matrix:
     bits = c.number(w, "num_bits")
     if not 1 <= bits <= 8 or w.get("type", "int") != "int":
-        raise UnsupportedError(f"{p}: pack-quantized with {bits}-bit {w.get('type')} codes is not supported")
+        raise c.refusal(w, "num_bits", "type", module=f"pack-quantized {p}")
     N, words = c.matrix(headers, f"{p}.weight_packed", INTS)
     scale = c.need(headers, f"{p}.weight_scale")
     G = _groups_of(p, w, scale, N)
@@ -244,7 +244,7 @@ def _int8(p: str, w: Mapping[str, Any], headers: Headers) -> Matrix:
     N, K = c.matrix(headers, f"{p}.weight", ("I8",))
     bits = c.number(w, "num_bits")
     if not 2 <= bits <= 8 or w.get("type", "int") != "int":
-        raise UnsupportedError(f"{p}: int-quantized with {bits}-bit {w.get('type')} codes is not supported")
+        raise c.refusal(w, "num_bits", "type", module=f"int-quantized {p}")
     scale = c.need(headers, f"{p}.weight_scale")
     G = floats.groups_of(f"{p}.weight_scale", scale, N)
     g, _ = c.group_count(K, K // G if K % G == 0 else 0, p)

@@ -29,7 +29,7 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
     q = c.section(config, "quantization_config")
     c.check_fields(q, USED, HARMLESS)
     if q.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn", "fp8_e4m3"):
-        raise UnsupportedError(f"fp8 in {q['fmt']!r} is not supported; lowq reads e4m3")
+        raise c.refusal(q, "fmt", reads="e4m3")
     matrices = []
     for name, header in headers.items():
         if not header.dtype.startswith("F8_E4") or not header.shape:

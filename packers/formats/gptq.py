@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lowq_packers import bitstream
-from lowq_packers.errors import DamagedError, UnsupportedError
+from lowq_packers.errors import DamagedError
 from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, method, register
 from lowq_packers.formats import _common as c
 from lowq_packers.lazy import torch
@@ -49,7 +49,7 @@ def _version(q: Mapping[str, Any]) -> int:
     """The version, 1 or 2. Raises UnsupportedError for layouts of particular kernels."""
     fmt = q.get("checkpoint_format") or q.get("format") or "gptq"
     if fmt not in ("gptq", "gptq_v2"):
-        raise UnsupportedError(f"GPTQ checkpoint_format {fmt!r} is the layout of one kernel; lowq reads gptq and gptq_v2")
+        raise c.refusal(q, "checkpoint_format" if q.get("checkpoint_format") else "format", reads="gptq and gptq_v2")
     return 2 if fmt == "gptq_v2" else 1
 
 
@@ -58,9 +58,9 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
     c.check_fields(q, (*USED, *PER_MODULE), HARMLESS)
     c.check_absent(q, *ABSENT)
     if q.get("data_type", "int") != "int":
-        raise UnsupportedError(f"GPTQ with data_type {q['data_type']!r} is not supported; lowq reads int")
+        raise c.refusal(q, "data_type", reads="int")
     if q.get("pack_dtype", "int32") != "int32":
-        raise UnsupportedError(f"GPTQ packed in {q['pack_dtype']!r} is not supported; lowq reads int32")
+        raise c.refusal(q, "pack_dtype", reads="int32")
     version, rules = _version(q), c.dynamic_rules(q, PER_MODULE, HARMLESS)
     return [_matrix(p, c.overridden(q, rules, p), version, headers, fetch) for p in c.modules(headers, ".qweight")]
 
@@ -105,7 +105,7 @@ def _checked(p: str, words: torch.Tensor, bits: int, N: int, version: int, sym: 
 def _matrix(p: str, q: Mapping[str, Any], version: int, headers: Headers, fetch: Fetch | None) -> Matrix:
     bits = c.number(q, "bits", "w_bit")
     if not 2 <= bits <= 8 or bits in (5, 6, 7):
-        raise UnsupportedError(f"{p}: GPTQ with {bits} bits is not supported; lowq reads 2, 3, 4 and 8")
+        raise c.refusal(q, "bits", "w_bit", reads="2, 3, 4 and 8", module=p)
     rows, N = c.matrix(headers, f"{p}.qweight", ("I32",))
     index = headers.get(f"{p}.g_idx")
     K = index.shape[0] if index and index.shape else rows * 32 // bits  # the last word may be partly filled

@@ -19,7 +19,8 @@ from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme, ZeroKind
 
-PER_MODULE = ("dtype", "weight_dtype", "b_dtype", "group_size", "has_zero_point", "is_fp_zero_point")
+DTYPES = ("dtype", "weight_dtype", "b_dtype")
+PER_MODULE = (*DTYPES, "group_size", "has_zero_point", "is_fp_zero_point")
 USED, HARMLESS = ("quant_method", "dynamic", "ignore", *PER_MODULE), ("a_dtype", "input_dtype", "meta")
 
 
@@ -36,12 +37,12 @@ def _matrices(config: Config, headers: Headers, fetch: Fetch | None) -> list[Mat
 
 
 def _matrix(p: str, q: Mapping[str, Any], headers: Headers) -> Matrix:
-    named = {str(q[k]) for k in ("dtype", "weight_dtype", "b_dtype") if q.get(k) is not None}
+    named = {str(q[k]) for k in DTYPES if q.get(k) is not None}
     if len(named) > 1:
         raise DamagedError(f"quantization_config gives {p} the dtypes {' and '.join(sorted(named))}")
     dtype = next(iter(named), "none")
     if not re.fullmatch("uint[1-8]", dtype):
-        raise UnsupportedError(f"{p}: Humming dtype {dtype!r} is not supported; lowq reads uint1 to uint8")
+        raise c.refusal(q, *DTYPES, reads="uint1 to uint8", module=p)
     bits = int(dtype[4:])
     N, words = c.matrix(headers, f"{p}.weight", ("I32",))
     scale = c.need(headers, f"{p}.weight_scale")

@@ -80,11 +80,11 @@ def _module(p: str, q: Mapping[str, Any], headers: Headers) -> list[Matrix]:
     if isinstance(entry, Mapping):
         c.check_fields(entry, FIELDS, (), f"{p}: ")
     settings = {**q, **entry} if isinstance(entry, Mapping) else q
-    if (mode := settings.get("mode", "affine")) != "affine":
-        raise UnsupportedError(f"{p}: MLX mode {mode!r} is not supported; lowq reads affine")
+    if settings.get("mode", "affine") != "affine":
+        raise c.refusal(settings, "mode", reads="affine", module=p)
     bits = c.number(settings, "bits")
     if bits not in (2, 3, 4, 5, 6, 8):
-        raise UnsupportedError(f"{p}: MLX has no {bits}-bit affine weights")
+        raise c.refusal(settings, "bits", reads="2, 3, 4, 5, 6 and 8", module=p)
     shape = c.need(headers, f"{p}.weight", dtypes=("U32",)).shape
     if len(shape) not in (2, 3) or 0 in shape:
         raise DamagedError(f"{p}.weight has the shape {tuple(shape)}; a packed matrix has two dimensions, a stack three")

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lowq_packers.errors import DamagedError, UnsupportedError
+from lowq_packers.errors import DamagedError
 from lowq_packers.formats import Config, Export, Fetch, Format, Headers, Matrix, Tensors, _fp4, register, served_by
 from lowq_packers.formats import _common as c
 from lowq_packers.formats._rules import Rules
@@ -32,7 +32,7 @@ def _check_section(q: Mapping[str, Any]) -> None:
     """Raise UnsupportedError unless all settings of weights are NVFP4's."""
     c.check_fields(q, USED, HARMLESS)
     if q.get("quant_algo") not in ALGORITHMS:
-        raise UnsupportedError(f"ModelOpt's quant_algo {q.get('quant_algo')!r} is not supported; lowq reads NVFP4")
+        raise c.refusal(q, "quant_algo", reads="NVFP4")
     sections = [q]
     groups = q.get("config_groups") or {}
     for group in groups.values() if isinstance(groups, Mapping) else [groups]:
@@ -43,11 +43,11 @@ def _check_section(q: Mapping[str, Any]) -> None:
         c.check_fields(weights, WEIGHTS, ())
         c.check_absent(weights, "dynamic")
         if (weights.get("num_bits", 4), weights.get("type", "float")) != (4, "float"):
-            raise UnsupportedError(f"ModelOpt's {weights.get('num_bits')}-bit {weights.get('type')} is not supported")
+            raise c.refusal(weights, "num_bits", "type", reads="4 and float")
         sections.append(weights)
     for table in sections:
-        if (group_size := c.number(table, "group_size", default=SCHEME.group_size)) != SCHEME.group_size:
-            raise UnsupportedError(f"NVFP4 has groups of {SCHEME.group_size}, quantization_config says {group_size}")
+        if c.number(table, "group_size", default=SCHEME.group_size) != SCHEME.group_size:
+            raise c.refusal(table, "group_size", reads=f"NVFP4 in groups of {SCHEME.group_size}")
 
 
 def _left_out(q: Mapping[str, Any]) -> Rules[bool]:

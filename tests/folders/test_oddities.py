@@ -292,8 +292,8 @@ def test_a_quantized_folder_is_the_matrices_that_its_format_defines(tmp_path, od
 
 REFUSED = {  # what -> (family, what is encoded and how, its quantization_config, what else is done, the reason)
     "12 two that differ": ("qwen3-vl", by(int4), PACKED, in_text(PACKED, PACKED | {"ignore": []}), "another in text_config"),
-    "13 another kind of fp8": ("qwen3", by(fp8((128, 128))), blocks(fmt="e5m2"), nothing, "fp8 in 'e5m2' is not supported"),
-    "27 ModelOpt's mixture": ("qwen3", by(MODELOPT), modelopt(quant_algo="MIXED_PRECISION"), nothing, "quant_algo 'MIXED_PRECISION' is not supported"),
+    "13 another kind of fp8": ("qwen3", by(fp8((128, 128))), blocks(fmt="e5m2"), nothing, "fmt='e5m2' is not supported"),
+    "27 ModelOpt's mixture": ("qwen3", by(MODELOPT), modelopt(quant_algo="MIXED_PRECISION"), nothing, "quant_algo='MIXED_PRECISION' is not supported"),
 }  # fmt: skip
 
 

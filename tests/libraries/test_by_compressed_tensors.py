@@ -48,19 +48,19 @@ def variants():
     for bits in range(1, 9):
         for span, how in SPANS.items():
             for symmetric in (True, False):
-                refusal = "pack-quantized by 'block' is not supported" if span == "block" else None
+                refusal = "strategy='block' for pack-quantized" if span == "block" else None
                 args = {"num_bits": bits, "symmetric": symmetric, **INT, **how}
                 yield f"pack{bits}-{span}-{symmetric}", Variant("pack-quantized", args, refusal=refusal)
     for form in ("int-quantized", "naive-quantized"):
         for bits in (4, 8):
             for span, how in SPANS.items():
                 for symmetric in (True, False):
-                    refusal = "int-quantized by 'block' is not supported" if span == "block" else None
+                    refusal = "strategy='block' for int-quantized" if span == "block" else None
                     args = {"num_bits": bits, "symmetric": symmetric, **INT, **how}
                     yield f"{form}{bits}-{span}-{symmetric}", Variant(form, args, form == "int-quantized", refusal)
     for form in ("float-quantized", "naive-quantized"):
         for span, how in SPANS.items():
-            refusal = "float-quantized by 'group' is not supported" if span in ("g16", "g32", "g128") else None
+            refusal = "strategy='group' for float-quantized" if span in ("g16", "g32", "g128") else None
             args = {"num_bits": 8, **FLOAT, **how}
             yield f"{form}-fp8-{span}", Variant(form, args, form == "float-quantized", refusal, kept=False)
     nv = {"num_bits": 4, **FLOAT, "strategy": "tensor_group", "group_size": 16}
@@ -69,7 +69,7 @@ def variants():
     yield "nvfp4", Variant("nvfp4-pack-quantized", nv, shapes=whole)
     yield "mxfp4", Variant("mxfp4-pack-quantized", {"num_bits": 4, **mx}, shapes=whole)
     for bits, form in ((6, "mxfp6-pack-quantized"), (8, "mxfp8-quantized")):
-        yield form, Variant(form, {"num_bits": bits, **mx}, refusal=f"format '{form}' is not supported", shapes=whole)
+        yield form, Variant(form, {"num_bits": bits, **mx}, refusal=f"format='{form}'", shapes=whole)
     for order in ("weight", "static"):
         yield f"actorder-{order}", Variant("pack-quantized", {"num_bits": 4, **INT, **SPANS["g32"], "actorder": order})
 

@@ -42,7 +42,7 @@ GPTQ = [
     for order in (False, True)
 ]
 UNREAD = [(Variant(bits, 32, False, "gptq_p"), "lowq reads gptq and gptq_v2") for bits in (2, 3, 4, 5, 6, 7, 8)]
-UNREAD += [(Variant(4, 32, False, words=words), "it reads int32") for words in (torch.int8, torch.int16)]
+UNREAD += [(Variant(4, 32, False, words=words), "pack_dtype=.*; lowq reads int32") for words in (torch.int8, torch.int16)]
 
 
 def layer(v: Variant, N: int, K: int) -> TorchLinear:

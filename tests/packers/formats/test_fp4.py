@@ -140,14 +140,14 @@ def test_hostile_tensors_are_refused_in_one_line(name, what):
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
-        ({"quant_algo": "NVFP4_AWQ"}, "quant_algo 'NVFP4_AWQ'"),
+        ({"quant_algo": "NVFP4_AWQ"}, "quant_algo='NVFP4_AWQ'"),
         ({"quant_algo": "MIXED_PRECISION"}, "MIXED_PRECISION"),
         ({"group_size": 32}, "groups of 16"),
         ({"ignore": ["lm_head", "model.layers.3.*"]}, "is not quantized, but it is"),
         ({"exclude_modules": ["*up_proj"]}, "is not quantized, but it is"),
         ({"ignore": "model"}, "not a list of names"),
         ({"quantized_layers": {NAME: {"quant_algo": "FP8"}}}, "might change weights"),
-        ({"config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float"}}}}, "8-bit float"),
+        ({"config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float"}}}}, "num_bits=8, type='float'"),
         ({"config_groups": {"group_0": {"weights": {"num_bits": 4}, "pre_quant_scale": True}}}, "might change weights"),
         ({"config_groups": [1]}, "does not describe weights"),
     ],

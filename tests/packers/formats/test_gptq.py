@@ -68,7 +68,7 @@ def test_what_auto_round_writes_beside_the_grid_changes_nothing_and_other_kinds_
     tensors = gptq_tensors(0x77777777)
     (q,) = read(tensors, gptq_config(data_type="int", **written_by)).values()
     assert q.zeros.unique().tolist() == [8]
-    with pytest.raises(UnsupportedError, match="data_type 'mx_fp'"):
+    with pytest.raises(UnsupportedError, match="data_type='mx_fp'"):
         read(tensors, gptq_config(data_type="mx_fp", **written_by))
 
 

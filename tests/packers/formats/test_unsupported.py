@@ -59,8 +59,40 @@ def test_a_kind_of_its_own(name, path, kind):
     if name == "mlx":
         changed["quantization_config"] = changed["quantization"]
     assert matrices(name, tensors, config)
-    with pytest.raises(UnsupportedError, match=kind if name != "awq" or path == ("version",) else path[-1]):
+    with pytest.raises(UnsupportedError, match=f"^quantization_config: .*{path[-1]}={kind!r}.* is not supported"):
         matrices(name, tensors, changed)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "named"),
+    [
+        ("gptq", {"bits": 5}, "bits=5 for .*; lowq reads 2, 3, 4 and 8"),
+        ("gptq", {"bits": None, "w_bit": 1}, "w_bit=1 for"),
+        ("gptq", {"dynamic": {"+:.*down": {}, "+:.*": {"bits": 7}}}, r"dynamic '\+:\.\*': bits=7 for"),
+        ("gptq", {"data_type": "mx_fp"}, "data_type='mx_fp'.*; lowq reads int$"),
+        ("gptq", {"rotation": "hadamard"}, "rotation='hadamard'"),
+        ("awq", {"bits": 3}, "bits=3.*; lowq reads 4"),
+        ("awq", {"zero_point": False}, "zero_point=False"),
+        ("mlx", {"bits": 7}, "bits=7 for"),
+        ("humming", {"dtype": "int4"}, "dtype='int4' for .*; lowq reads uint1 to uint8"),
+        ("bitsandbytes", {"load_in_8bit": True}, "load_in_8bit=True"),
+    ],
+)
+def test_a_refused_setting_is_named_with_its_value(name, settings, named):
+    q = random_q(4, 64, "none", 64, 64)
+    nf4 = type(q).of(Scheme(4, 64, "none", "nf4"), q.W_q, q.scales.float(), None, None)
+    tensors, config = written(formats.get(name), nf4) if name == "bitsandbytes" else made(name)
+    changed = {key: {**config[key], **settings} for key in ("quantization_config", "quantization") if key in config}
+    with pytest.raises(UnsupportedError, match=f"^quantization_config: {named}"):
+        matrices(name, tensors, {**config, **changed})
+
+
+@pytest.mark.parametrize("name", ["gptq", "compressed_tensors", "modelopt"])
+def test_every_refusal_names_its_setting(name):
+    """They are made by `_common.refusal`, which does."""
+    source = Path(formats.__file__).with_name(f"{name}.py").read_text()
+    assert "c.refusal(" in source
+    assert "UnsupportedError(" not in source
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e5m2, torch.int16])
