@@ -32,12 +32,12 @@ def preparing(model: str) -> "Iterator[Watch]":
         shown.enter_context(console.status(f"reading {model}"))
         phase, advance = "", None
 
-        def watch(name: str, done: int, total: int, line: str) -> None:
+        def watch(name: str, done: int, total: int, line: str = "") -> None:
             nonlocal phase, advance
             if advance is None or name != phase:
                 shown.close()
                 phase, advance = name, shown.enter_context(console.progress(name, STEPS))
-            advance(STEPS * done // total, line)
+            advance(STEPS * done // total, line or f"{done} of {total} layers")
 
         yield watch
 
@@ -78,7 +78,7 @@ def show_plan(prepared: "Prepared", on_stdout: bool = False) -> None:
 
     few = (i for i in plan.items if i.scheme and i.scheme.bits <= FEW_BITS and i.kind not in NOT_CALIBRATED)
     if any(i.method and not quantizers.needs_text(i.method) for i in few):
-        say("hint: --method gptq reads a calibration text first; at 3 bits and fewer it is far more accurate (slower)")
+        say(f"hint: --method {quantizers.ADVISED} reads a calibration text; far more accurate at 3 bits and fewer (slower)")
 
 
 def budget_line(where: str, budget: "Budget") -> str:

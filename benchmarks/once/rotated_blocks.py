@@ -73,7 +73,7 @@ def main() -> None:
                 for n, m in layers.items():
                     R = rotation(size, original[n].shape[1], original[n].device)
                     W, H = original[n] @ R, R.T @ sums[n] @ R
-                    given = {"moments": Moments(H, None, args.calib_tokens)} if method == "gptq" else {}
+                    given: dict[str, Any] = {"moments": Moments(H, None, args.calib_tokens)} if method == "gptq" else {}
                     m.weight.data.copy_(quantizers.get(method)(W, scheme, torch.float32, **given).dequantize() @ R.T)
                 rows.append({"model": args.model.name, "format": kind, "method": method, "block": size} | judged(judge, dense))
                 print(json.dumps(rows[-1]), flush=True)

@@ -172,7 +172,7 @@ class Calibration:
         text = self.ids[: self.tokens // self.ids.shape[1]]
         return (yield from curvature.output_moments(self.blocks, text, texts.BATCH, names))
 
-    def _sides(self, names: list[str], rows: list[int]) -> dict[str, list[torch.Tensor]]:
+    def _sides(self, names: list[str], rows: list[int]) -> dict[str, Any]:
         """The further arguments of a method for matrices that are stacked along their rows; rows: number of rows of each."""
         if not any(n in self.outputs for n in names):
             return {}

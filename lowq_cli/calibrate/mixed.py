@@ -268,8 +268,7 @@ def _measured(
     dtype = getattr(torch, TORCH_NAMES[scale_dtype(source, recipe)])
     calibrated = recipe.method != "auto" and quantizers.carries_errors(recipe.method)
     facts = [calibrated, version("lowq"), source.identity, text.digest, str(dtype), device.type]
-    facts += [sensitivity.TOKENS, sensitivity.ROWS]
-    facts += [[n, list(map(str, s))] for n, s in schemes.items()]
+    facts += [sensitivity.TOKENS, sensitivity.ROWS, *([n, list(map(str, s))] for n, s in schemes.items())]
     file = f"sensitivity/{memo.key(facts)}.json"
     with suppress(ValueError, KeyError, TypeError, AttributeError):  # the cache has no entry, or a damaged one
         entry = memo.recall(file)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lowq_cli.run.prepare import Prepared
 
 METHODS = quantizers.methods()
+INDENT = max(map(len, METHODS)) + 1  # columns of the methods' names in --help
 PRESETS = recipes.names()
 SWITCH_S = 0.0005  # thread switch interval in s while kernels compile: with Python's 5 ms the demo took 1.5 s more
 EXAMPLES = """Examples:
@@ -37,7 +38,7 @@ EXAMPLES = """Examples:
   lowq quantize ./my-model --dry-run
 
 Methods:
-""" + "\n".join(fill(text, 76, initial_indent=f"  {name:8}", subsequent_indent=" " * 10) for name, text in METHODS.items())
+""" + "\n".join(fill(f"  {name:{INDENT}}{text}", 76, subsequent_indent=" " * (INDENT + 2)) for name, text in METHODS.items())
 
 
 # The options that set the fields of a recipe: field -> (type, option)
@@ -145,9 +146,7 @@ def quantize(
     ] = None,
     device: Annotated[str, option("auto, cpu, cuda, or several GPUs: cuda:0,cuda:1.", completion.devices)] = "auto",
     shard_size: Annotated[str, typer.Option(help="Largest weight file, such as 2GiB or 500MB.")] = "2GiB",
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the plan and stop; only a budget such as --bpw reads weights for it.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan; only a budget reads weights for it.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Start over instead of continuing what is in the folder.")] = False,
     as_json: AsJson = False,
     **flags: Any,
@@ -174,7 +173,8 @@ def quantize(
     if flags["calib_tokens"] is not None and not any(
         one.method != "auto" and quantizers.needs_text(one.method) for one in recipes
     ):
-        raise UsageError(f"--calib-tokens is for methods that read a text; {recipes[0].method} does not: add --method gptq")
+        advised = f"add --method {quantizers.ADVISED}"
+        raise UsageError(f"--calib-tokens is for methods that read a text, not {recipes[0].method}: {advised}")
     if plot:
         drawing.check(Path(plot))
 

@@ -129,7 +129,7 @@ class Recipe:
             self._check_whole("calib_tokens", 4096, 1 << 62, "a whole number of at least 4096")
         self._check_whole("calib_seed", 0, (1 << 32) - 1, "a whole number from 0 to 2^32 - 1")
         if self.calib is not None and not self.budgeted and (self.method == "auto" or not quantizers.needs_text(self.method)):
-            raise UsageError(f"--calib is for methods that read a text; {self.method} does not: add --method gptq")
+            raise UsageError(f"--calib is for methods that read a text, not {self.method}: add --method {quantizers.ADVISED}")
         if not isinstance(self.rotate, bool):
             raise UsageError(f"rotate={spelled(self.rotate)} must be true or false")
         if self.lm_head not in ("keep", "auto"):

@@ -1,31 +1,45 @@
-"""Quantizers: one file = one algorithm, `quantize(W, scheme, dtype) -> QuantizedTensor`; this file finds and names them.
+"""Quantizers: one file = one algorithm with a function `quantize`, which is a `Quantize`; this file finds and names them.
 
-The folder is the list: a file `<name>.py` here is the method `<name>`, its docstring's first line the summary that
-`--help` shows, and lines `FACT = True` say what `calibrate` does for it (TEXT, SCALES, CARRIES, CURVATURE, LEARN, DISTILL).
-All of this is read without importing torch. A file whose name starts with _ is a helper.
+The folder is the list: a file `<name>.py` here is the method `<name>`, its docstring's first line the summary that `--help`
+shows. Its facts are lines that begin with `FACT = True`: what its `quantize` takes (TABLES, TEXT, CURVATURE), how it rounds
+(MOVES_ZERO, CARRIES), and what `calibrate` does besides (SCALES, LEARN, DISTILL); the functions below say more of each.
+All of this is read as text, because importing a method imports torch. A file whose name starts with _ is a helper.
 """
 
 import importlib
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lowq_packers.errors import SchemeError, UsageError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from lowq_packers.qtensor import QuantizedTensor
     from lowq_packers.scheme import Scheme
 
 FEW_TOKENS = 128  # min. tokens that visit an expert: below, own text is made longer, and awq finds no scales for it
 GPTQ_SLAB = 1 << 24  # weights that gptq rounds at once: few passes over the columns, 64 MB per fp32 copy
-MOVES_ZERO = ("hqq",)  # methods that only move the zero
-TAKE_TABLES = ("lsq", "rtn", "gptq", "yaqa", "learn", "distill")  # methods that support tables
-Quantize = Callable[..., "QuantizedTensor"]
+ADVISED = "gptq"  # the calibrated method that messages advise: the fastest of them
 
 # Bits -> the data-free method with the lowest perplexity; source: benchmarks/results/accuracy/data_free.json.
 DEFAULT: dict[int, str] = {8: "rtn", 4: "lsq", 3: "lsq", 2: "lsq", 1: "lsq"}
 DEFAULT_SMALL: dict[tuple[int, int], str] = {(4, 32): "hqq"}  # (bits, max. group size) -> best method
+
+
+class Quantize(Protocol):
+    """The function `quantize` of a method: rounds W (N, K), a matrix or rows of one, to `scheme`.
+
+    dtype: what scales and zeros are stored in, and rounded to before codes are chosen; None keeps fp32.
+    moments: for TEXT methods, gptq.Moments of the inputs; None: independent inputs of equal power.
+    table: for TABLES methods, the table or factor of the whole matrix; None: it is found from W.
+    outputs: for CURVATURE methods, blocks (n, n) that weigh the errors of the outputs of n rows each; None: all alike.
+    """
+
+    def __call__(
+        self, W: "Tensor", scheme: "Scheme", dtype: Any = None, moments: Any = None, *, table: Any = None, outputs: Any = None
+    ) -> "QuantizedTensor": ...
 
 
 @cache
@@ -46,15 +60,16 @@ def check(name: str) -> str:
 
 
 def get(name: str | None) -> Quantize:
-    """The `quantize(W, scheme, dtype=None)` of a method; None: fp8 blocks. Raises UsageError, which lists the methods."""
-    return importlib.import_module(f"{__name__}.{check(name) if name else '_blocks'}").quantize
+    """The `quantize` of a method, which takes the arguments of its facts; None: of fp8 blocks. Raises as `check`."""
+    quantize: Quantize = importlib.import_module(f"{__name__}.{check(name) if name else '_blocks'}").quantize
+    return quantize
 
 
 def check_scheme(name: str, scheme: "Scheme") -> None:
     """Raise SchemeError if a method needs a zero that the scheme does not have, or does not support its table."""
-    if scheme.table and name not in TAKE_TABLES:
-        raise SchemeError(f"{name} fits evenly spaced values, not the table {scheme.table}; use --method {TAKE_TABLES[0]}")
-    if name in MOVES_ZERO and scheme.zero == "none":
+    if scheme.table and not _says(name, "TABLES"):
+        raise SchemeError(f"{name} fits evenly spaced values, not the table {scheme.table}; use --method {DEFAULT[4]}")
+    if _says(name, "MOVES_ZERO") and scheme.zero == "none":
         raise SchemeError(f'{name} moves the zero, and zero="none" has none; use --zero float, or --method rtn')
 
 

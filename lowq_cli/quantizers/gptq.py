@@ -17,6 +17,7 @@ from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
 Nearest = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+TABLES = True
 TEXT = True
 CARRIES = True  # later columns compensate errors: sensitivities for a bit budget count that
 BLOCK = 128  # columns that are rounded before one matmul corrects the rest of the row
@@ -37,7 +38,8 @@ ALPHA = 0.5
 class Moments:
     """Moments of a layer's inputs on the calibration text: x in the original model, x' in the so far quantized model.
 
-    second: (K, K) sum over tokens of x' x'^T. drift: (K, K) sum of (x - x') x'^T, or None. tokens: number; 0: no shrinking.
+    second: (K, K) sum over tokens of x' x'^T, the Hessian H = X X^T of the GPTQ paper, before damping. drift: (K, K) sum of
+    (x - x') x'^T, or None. tokens: number; 0: no shrinking.
     """
 
     second: torch.Tensor

@@ -7,6 +7,7 @@ from lowq_cli.quantizers._slabs import Solution, encode, minmax, quantize_rows, 
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
+MOVES_ZERO = True
 # At these bits the iteration starts from integer zeros, like the hqq package, so that 0 stays 0 in many groups. Perplexity on
 # WikiText-2, 4 bits g32, integer start / float start: base 36.09 / 36.74, story 38.97 / 39.71; on the held-out mix the same.
 ROUND_START = 4

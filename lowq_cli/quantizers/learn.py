@@ -4,6 +4,7 @@ from lowq_cli.quantizers.gptq import quantize
 
 __all__ = ["quantize"]
 
+TABLES = True
 TEXT = True
 CARRIES = True
 LEARN = True  # `calibrate` trains each layer in calibrate/learn.py

@@ -7,6 +7,7 @@ from lowq_cli.quantizers._slabs import MAX_ZERO, Solution, encode, minmax, quant
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
+TABLES = True
 Grid = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # The search starts from several grids and refines the best: shares of the group's range, and the best uniform grid for a normal
 # distribution, whose half-width is given in standard deviations (Max 1960, table II). Relative error of the base model, g64,

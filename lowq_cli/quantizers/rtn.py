@@ -7,6 +7,8 @@ from lowq_cli.quantizers._slabs import Solution, encode, minmax, quantize_rows, 
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
+TABLES = True
+
 
 def quantize(
     W: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None = None, table: torch.Tensor | None = None

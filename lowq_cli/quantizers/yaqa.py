@@ -8,6 +8,7 @@ from lowq_cli.quantizers.gptq import Moments, rounder
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
+TABLES = True
 TEXT = True
 CARRIES = True
 CURVATURE = True  # `calibrate` first measures the moments of calibrate/curvature.py

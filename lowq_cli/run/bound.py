@@ -262,8 +262,7 @@ class Search:
         trial = Trial(mixed.bpw, nbytes, mixed.error, **self.known[folder.name])
         self.trials[nbytes] = trial
         self._drop(keep=self._smallest())
-        done = len(self.trials)
-        self.watch(done, ROUNDS, f"round {done}: {self._said(trial):.4g} at {mixed.bpw:.3f} bits per weight")
+        self.watch(n := len(self.trials), ROUNDS, f"round {n}: {self._said(trial):.4g} at {mixed.bpw:.3f} bits per weight")
         return trial
 
     def _folder(self, recipe: Recipe) -> Path:

@@ -1,7 +1,7 @@
 """Prepare a run before it writes: the plan, the output folder, the budget.
 
-A dry run reads only headers. With a budget of bits it reads all weights: the plan then depends on the sensitivity of each
-matrix, which is measured on the calibration text, and that text is written first if it is the model's own.
+A dry run reads only headers. For a budget of bits it reads all weights: each layer is measured, on a text that is written first
+if it is the model's own.
 """
 
 import os
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from lowq_cli.run.own_text import Make
     from lowq_cli.run.own_text_plan import Outlook
 
-Watch = Callable[[str, int, int, str], None]  # called with the name of a phase, the units done, their total, and a line
+Watch = Callable[..., None]  # called with the name of a phase, the units done and their total, and a line, if not of layers
 UNDECIDED = "calibrated on the model's own text unless that is more to compute than quantizing, else on the bundled one"
 
 
@@ -95,7 +95,6 @@ def prepare(
         folder = default_out(source, recipe) if out is None else Path(out)
         check_apart(folder, source.folder if Path(model).is_dir() else None)
         if recipe.distills and recipe.calib_tokens is None and not recipe.bounded and devices[0].type == "cuda":
-            # the uniform recipe quantizes as many weights as the widths that are not chosen yet
             recipe = replace(recipe, calib_tokens=tokens_for(make_plan(source, recipe.uniform, shard_size)))
         allocation = text = text_plan = met = trial = None
         given, notes = recipe.calib is not None, []
@@ -112,8 +111,7 @@ def prepare(
             if text_plan:
                 from lowq_cli.run import own_text
 
-                uniform = make_plan(source, recipe.uniform, shard_size)
-                steps = own_text.chosen(text_plan, make, source, uniform, given)
+                steps = own_text.chosen(text_plan, make, source, make_plan(source, recipe.uniform, shard_size), given)
                 text = own_text.result(steps, lambda s: watch("write", s.tokens, s.total, s.line))
                 bundled = "calibrated on the bundled text: the model ends its own texts at once"
                 notes = [replace(text_plan, seconds=0.0).summary if text.name == SELF else bundled]
@@ -127,7 +125,7 @@ def prepare(
                 recipe, allocation, met = search.run()
                 trial = search.best
             else:
-                recipe, allocation = mixed.resolve(source, recipe, text, on, partial(_show_layers, watch))
+                recipe, allocation = mixed.resolve(source, recipe, text, on, partial(watch, "measure"))
                 if recipe.method == "auto" and allocation.in_nats:
                     from lowq_cli.run import trained_plan
 
@@ -150,22 +148,9 @@ def prepare(
             )
         written = _bytes_in(folder, plan)
         timed = budgeted or not headers_only
-        budget = make_budget(plan, folder, devices[0], len(workers), written, source.held_bytes, timed)
-        yield Prepared(
-            plan,
-            folder,
-            devices,
-            with_text(budget, text_plan),
-            allocation,
-            source,
-            workers,
-            began,
-            text,
-            text_plan,
-            given,
-            met,
-            trial,
-        )
+        rounding = make_budget(plan, folder, devices[0], len(workers), written, source.held_bytes, timed)
+        budget = with_text(rounding, text_plan)
+        yield Prepared(plan, folder, devices, budget, allocation, source, workers, began, text, text_plan, given, met, trial)
 
 
 def _search(
@@ -183,13 +168,9 @@ def _search(
     from lowq_cli.run import bound  # the judges
 
     judge = read_text(recipe.judge)
-    spread = mixed.spread(source, recipe, text, device, partial(_show_layers, watch))
+    spread = mixed.spread(source, recipe, text, device, partial(watch, "measure"))
     rounds = partial(watch, "search")
     return bound.Search(os.fspath(model), spread, recipe, (text.digest, judge), str(device), make, rounds)
-
-
-def _show_layers(watch: Watch, done: int, total: int) -> None:
-    watch("measure", done, total, f"{done} of {total} layers")
 
 
 def _independent(source: Source, plan: Plan) -> bool:

@@ -52,8 +52,9 @@ def quantize_matrix(
     squared_error = squared_norm = lost = 0.0
     rows, unit = read_rows(item, source), get(item.layout).row_step
     if quantizer is None:
-        known = {"table": _table(item, rows, step)} if item.scheme.table and item.method else {}
-        quantizer = partial(quantizers.get(item.method), **known)
+        quantizer = quantizers.get(item.method)
+        if item.scheme.table and item.method:
+            quantizer = partial(quantizer, table=_table(item, rows, step))
     rest: QuantizedTensor | None = None  # rows short of a whole unit of the layout: packed with the next slab
     for first in range(0, N, step):
         W = rows(first, min(N, first + step)).to(device, non_blocking=True)

@@ -1,5 +1,7 @@
 """Gradient descent after gptq: a layer's output comes closer to the original one's, with the same bytes on every run."""
 
+import inspect
+import sys
 from dataclasses import replace
 
 import pytest
@@ -11,9 +13,20 @@ from lowq_cli.files.source import open_source
 from lowq_cli.hf.tokenizer import load_tokenizer
 from lowq_cli.plan.planner import make_plan
 from lowq_cli.plan.recipe import make_recipe
+from lowq_cli.quantizers import gptq, yaqa
 from lowq_cli.run import pipeline
+from lowq_packers.errors import SchemeError
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
+
+FACTS = {
+    quantizers.needs_text: "TEXT",
+    quantizers.needs_scales: "SCALES",
+    quantizers.needs_learning: "LEARN",
+    quantizers.needs_distilling: "DISTILL",
+    quantizers.needs_curvature: "CURVATURE",
+    quantizers.carries_errors: "CARRIES",
+}
 
 
 @pytest.fixture
@@ -82,7 +95,30 @@ def test_twice_the_same_bytes_also_behind_an_interruption(family_checkpoints, te
 
 def test_methods_that_round_as_gptq_does_carry_errors():
     """Facts are read from a method's file as they stand there: learn had CARRIES from gptq's, and --bpw did not know."""
-    assert [m for m in quantizers.methods() if quantizers.carries_errors(m)] == ["distill", "gptq", "learn", "yaqa"]
+    names = quantizers.methods()
+    rounders = [m for m in names if quantizers.get(m).__module__ in (gptq.__name__, yaqa.__name__)]
+    assert [m for m in names if quantizers.carries_errors(m)] == rounders
+
+
+@pytest.mark.parametrize("method", quantizers.methods())
+def test_the_facts_of_a_method_are_those_that_its_file_sets(method):
+    """However they are written there: the reader takes lines that begin with `FACT = True` alone."""
+    takes = inspect.signature(quantizers.get(method)).parameters
+    module = sys.modules[f"{quantizers.__name__}.{method}"]
+    for says, fact in FACTS.items():
+        assert says(method) == getattr(module, fact, False), fact
+    assert ("moments" in takes) == quantizers.needs_text(method)
+    assert ("table" in takes) == takes_tables(method)
+    assert "outputs" in takes or not quantizers.needs_curvature(method)
+
+
+def takes_tables(method):
+    """Whether `check_scheme` lets a table pass."""
+    try:
+        quantizers.check_scheme(method, Scheme(4, 64, "none", "nf4"))
+    except SchemeError:
+        return False
+    return True
 
 
 def test_nothing_is_taken_that_is_no_better(family_checkpoints, text, tmp_path, monkeypatch):

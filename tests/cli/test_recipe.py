@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 
-from lowq_cli import recipes
+from lowq_cli import quantizers, recipes
 from lowq_cli.commands.quantize import FLAGS
 from lowq_cli.plan.recipe import Recipe, make_recipe
 from lowq_cli.plan.values import Override, matches
@@ -52,7 +52,7 @@ def test_defaults_are_those_of_the_dataclass():
         ({"group": 24}, "^group 24 is neither a positive multiple of 16"),
         ({"group": 0}, "neither a positive multiple"),
         ({"group": "row"}, "not a whole number"),
-        ({"method": "gtpq"}, "'gtpq' does not exist; use one of auto, awq, distill, gptq"),
+        ({"method": "gtpq"}, f"'gtpq' does not exist; use one of auto, {', '.join(quantizers.methods())}"),
         ({"group": "abc"}, "group='abc' is not a whole number and not 'channel'; use 32, 64, 128 or channel"),
         ({"bits": {"default": 4}}, r"bits=\[a table of default\] is not a whole number"),
         ({"skip": [{"layer": 1}]}, r"skip=\[\[a table of layer\]\] must be a list of patterns"),

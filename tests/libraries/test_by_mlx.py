@@ -52,4 +52,6 @@ def test_other_modes_are_refused_by_name(mode, group, bits, tmp_path):
     parts = mx.quantize(mx.random.normal((40, 128)), group_size=group, bits=bits, mode=mode)
     tensors = {n: to_torch(t) for n, t in zip(("weight", "scales"), parts[:2], strict=True)}
     q = {"group_size": group, "bits": bits, "mode": mode}
-    refused(write(tmp_path / "m", tensors, {"quantization": q, "quantization_config": q}), f"mode='{mode}' for .* is not supported")
+    refused(
+        write(tmp_path / "m", tensors, {"quantization": q, "quantization_config": q}), f"mode='{mode}' for .* is not supported"
+    )
