@@ -15,7 +15,9 @@ from lowq_cli.run import output_folder
 from lowq_packers import home
 from lowq_packers.errors import NotFoundError, UsageError
 
-CACHED = {"runs": "*", "imports": "*", "refined": "*", "exports": "*/*"}  # folder of the cache -> glob of the checkpoints in it
+# Kind -> glob in the cache: checkpoints, then the folders of what quantizing generated and measured, one place each.
+CACHED = {"run": "runs/*", "import": "imports/*", "refined": "refined/*", "export": "exports/*/*"}
+CACHED |= {"own text": "own-text", "sensitivity": "sensitivity", "search": "bounds", "tokenizer": "tokenizers"}
 UNFINISHED, EXPORT = "unfinished", "export"
 PARTIAL = re.compile(r"(.+)\.[0-9a-f]{12}\.partial")  # the name of an unfinished folder; the group is its final name
 
@@ -78,17 +80,17 @@ def _remembered() -> Iterator[Holding]:
 
 
 def _cached() -> Iterator[Holding]:
-    """Folders in the cache, without links, because lowq creates none there."""
+    """What the cache holds, without links, because lowq creates none there."""
     cache = home.cache_dir()
     for kind, pattern in CACHED.items():
-        for path in (cache / kind).glob(pattern):
+        for path in cache.glob(pattern):
             parts = path.relative_to(cache).parts
             if any((cache / Path(*parts[: n + 1])).is_symlink() for n in range(len(parts))):
                 continue
             if named := PARTIAL.fullmatch(path.name):
                 yield _holding(path, UNFINISHED, named[1])
             else:
-                yield _holding(path, kind.rstrip("s"))
+                yield _holding(path, kind)
 
 
 def _holding(path: Path, kind: str, target: str = "") -> Holding:

@@ -146,10 +146,11 @@ def _follow(events: "Iterator[Event]", plan: "Plan") -> "Result":
 
 def follow_calibration(events: "Iterator[Event]") -> "Iterator[Event]":
     """Show the generation of the text and the calibration of each layer; yields the events that follow."""
-    from lowq_cli.run.events import LayerDone, MatrixDone, PassDone
+    from lowq_cli.run.events import CurvatureDone, LayerDone, MatrixDone, PassDone, TextStep
 
-    shown: set[str] = set()
-    began, events = _follow_curvature(*_follow_text(time.monotonic(), events))
+    shown, what = set[str](), "what errors of each layer's outputs cost"
+    begun = _follow_first(time.monotonic(), events, TextStep, "write", lambda e: (e.tokens, e.line))
+    began, events = _follow_first(*begun, CurvatureDone, "measure", lambda e: (e.index, f"{e.index:,} of {e.total:,}: {what}"))
     with console.progress("calibrate", STEPS, began) as advance:
         for event in events:
             if isinstance(event, MatrixDone):
@@ -165,21 +166,6 @@ def follow_calibration(events: "Iterator[Event]") -> "Iterator[Event]":
 
 
 Begun = tuple[float, "Iterator[Event]"]  # when the work on the next event began, by the monotonic clock; the events
-
-
-def _follow_text(began: float, events: "Iterator[Event]") -> Begun:
-    """Show the model's generation of its calibration text; returns the events that follow."""
-    from lowq_cli.run.events import TextStep
-
-    return _follow_first(began, events, TextStep, "write", lambda e: (e.tokens, e.line))
-
-
-def _follow_curvature(began: float, events: "Iterator[Event]") -> Begun:
-    """Show the measurement of the curvature (the loss per error of the outputs); returns the events that follow."""
-    from lowq_cli.run.events import CurvatureDone
-
-    what = "what errors of each layer's outputs cost"
-    return _follow_first(began, events, CurvatureDone, "measure", lambda e: (e.index, f"{e.index:,} of {e.total:,}: {what}"))
 
 
 def _follow_first(

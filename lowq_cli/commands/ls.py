@@ -9,7 +9,7 @@ EXAMPLES = """Examples:
 
 
 def ls(as_json: AsJson = False) -> None:
-    """List what lowq wrote on this disk: checkpoints, exports, and the imports, exports and runs in its cache."""
+    """List what lowq wrote on this disk: checkpoints, exports, and what its cache holds besides compiled kernels."""
     from lowq_cli import inventory
 
     holdings = inventory.holdings()

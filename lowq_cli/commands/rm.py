@@ -18,11 +18,11 @@ def rm(
         list[str] | None,
         typer.Argument(metavar="[NAME]...", help="Names or paths that lowq ls lists.", autocompletion=completion.checkpoints),
     ] = None,
-    cached: Annotated[bool, typer.Option("--cached", help="All imports, exports and runs in the cache.")] = False,
+    cached: Annotated[bool, typer.Option("--cached", help="All that lowq ls lists in the cache.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout; with --yes.")] = False,
 ) -> None:
-    """Remove what lowq wrote: checkpoints, exports, or all of its cache; asks first."""
+    """Remove what lowq wrote: checkpoints, exports, or what its cache holds; asks first."""
     from lowq_cli import inventory
 
     if not names and not cached:

@@ -3,7 +3,9 @@
     lowq-journal.jsonl          what the run is, then one line per finished item: {"item", "rel_error", "crc": [per tensor]}
     model-....safetensors.partial   has its full size from the start; each tensor is written at its final position
     model-....safetensors       gets this name once all its items are on disk
-    lowq-calibrated-<run>/      finished layers of a calibrated method (calibrate/calibration.py); removed at the end
+    lowq-calibrated-<run>/      of a calibrated method, removed at the end: layer-NNNNN.safetensors, a
+        finished layer; of distill also end-to-end.safetensors (after each pass of all layers), and after the last pass
+        around.safetensors (embedding, head and the norm between) and polished-layer-NNNNN.safetensors
     config.json                 written last; without it no loader accepts the folder as a model
 
 A rerun checks the bytes of every journalled item in a partial file against its checksum and continues after them, so even

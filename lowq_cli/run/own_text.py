@@ -44,10 +44,11 @@ SPARE, ROUNDS, MORE = 50_000, 4, 4  # number of the first round for experts, max
 COPY = "copy"  # name of the quick copy's folder, next to the rounds
 MARK = "XQZ7"  # placeholder for the user's message in a template
 Result = TypeVar("Result")
+Steps = Generator[TextStep, None, texts.Text]
 Make = Callable[[Recipe, Path], None]  # quantizes the model by a recipe into a folder
 
 
-def write(plan: Outlook, make: Make | None, visits: Visits | None = None) -> Generator[TextStep, None, texts.Text]:
+def write(plan: Outlook, make: Make | None, visits: Visits | None = None) -> Steps:
     """The calibration text; rounds that the cache lacks are generated.
 
     Args:
@@ -94,9 +95,7 @@ def whole(plan: Outlook, make: Make | None, visits: Visits | None = None) -> tex
     return result(write(plan, make, visits))
 
 
-def chosen(
-    plan: Outlook, make: Make | None, source: Source, quantized: Plan, given: bool
-) -> Generator[TextStep, None, texts.Text]:
+def chosen(plan: Outlook, make: Make | None, source: Source, quantized: Plan, given: bool) -> Steps:
     """The text that calibrates a run: that of `write`, made longer for the experts whose method in `quantized` reads it.
 
     given: whether the user chose this text; if not, and the model ends its texts at once, it is the bundled one.

@@ -18,7 +18,7 @@ from lowq_cli.calibrate.requirements import is_calibrated, tokens_for
 from lowq_cli.calibrate.texts import SELF, Text
 from lowq_cli.devices import Device, name_devices, pick_device, pick_devices
 from lowq_cli.files.folder import check_apart
-from lowq_cli.files.source import Source
+from lowq_cli.files.source import JOURNAL, Source
 from lowq_cli.interop.foreign import open_decoded
 from lowq_cli.plan.plan import Plan, common_group, default_out
 from lowq_cli.plan.planner import SHARD_SIZE, make_plan
@@ -133,6 +133,8 @@ def prepare(
         plan = make_plan(source, recipe, shard_size)
         if out is None and not budgeted:
             folder = default_out(source, recipe, common_group(plan, recipe))
+        if (folder / JOURNAL).is_file():
+            notes.append(f"{folder} holds an unfinished run: less is left to do than the time of a whole run, which is shown")
         plan = replace(plan, notes=(*plan.notes, *published, *notes))
         if not is_calibrated(plan):
             text = text_plan = None

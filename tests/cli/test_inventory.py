@@ -78,6 +78,25 @@ def test_rm_removes_only_listed_checkpoints(lowq, tmp_path):
     assert lowq("ls")[2] == "nothing yet; lowq quantize demo writes a checkpoint\n"
 
 
+def test_what_quantizing_generated_and_measured_is_listed_and_removed(lowq, tmp_path):
+    """Calibration texts, sensitivities, and the trials of a search, which are whole checkpoints."""
+    cache = tmp_path / "cache" / "lowq"
+    written(cache / "bounds" / "0123" / "4567")
+    for file in ("own-text/0123/text-00000.safetensors", "sensitivity/0123.json", "tokenizers/m-0123/tokenizer.json"):
+        (cache / file).parent.mkdir(parents=True)
+        (cache / file).write_text("x" * 1000)
+    (cache / "cubin").mkdir()  # compiled kernels stay
+    rows = json.loads(lowq("ls", "--json")[1])["holdings"]
+    kinds = {"own-text": "own text", "sensitivity": "sensitivity", "bounds": "search", "tokenizers": "tokenizer"}
+    assert {Path(h["path"]).name: h["kind"] for h in rows} == kinds
+    assert min(h["bytes"] for h in rows) > 50
+    assert lowq("rm", "own-text", "--yes")[0] == 0
+    assert not (cache / "own-text").exists()
+    assert lowq("rm", "--cached", "--yes")[0] == 0
+    assert not kinds.keys() & {p.name for p in cache.iterdir()}
+    assert (cache / "cubin").is_dir()
+
+
 @pytest.mark.parametrize("to", ["gguf", "compressed-tensors"])
 def test_exports_outside_of_the_cache_are_listed_and_removed_while_unchanged(to, demo4, lowq, tmp_path):
     out = tmp_path / "my.gguf" if to == "gguf" else tmp_path / "mine"

@@ -15,6 +15,7 @@ from lowq_cli.plan.planner import make_plan
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.quantizers import gptq, yaqa
 from lowq_cli.run import pipeline
+from lowq_cli.run.prepare import prepare
 from lowq_packers.errors import SchemeError
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
@@ -88,6 +89,8 @@ def test_twice_the_same_bytes_also_behind_an_interruption(family_checkpoints, te
     while not isinstance(next(events), calibration.LayerDone):
         pass
     events.close()
+    with prepare(dense, recipe, tmp_path / "second", device="cpu") as again:
+        assert any("holds an unfinished run: less is left to do" in note for note in again.plan.notes)
     list(pipeline.run(dense, recipe, tmp_path / "second"))
     first, second = ({p.name: p.read_bytes() for p in (tmp_path / n).glob("*.safetensors")} for n in ("first", "second"))
     assert first == second
