@@ -160,6 +160,11 @@ def troubled(tmp_path_factory):
     (folder / "other/config.json").write_text(json.dumps(config))
     shutil.copytree(DEMO, folder / "pickled", ignore=shutil.ignore_patterns("*.safetensors"))
     (folder / "pickled/pytorch_model.bin").touch()
+    shutil.copytree(DEMO, folder / "unread")
+    marlin = {"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"}
+    (folder / "unread/config.json").write_text(
+        json.dumps(json.loads((DEMO / "config.json").read_text()) | {"quantization_config": marlin})
+    )
     (folder / "lora").mkdir()
     (folder / "lora/adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4}))
     (folder / "lora/adapter_model.safetensors").touch()
@@ -182,8 +187,8 @@ def test_a_quoted_error_is_printed_by_lowq(command, line, troubled, monkeypatch,
     assert line.replace("8000", port).replace("5.23.0", transformers.__version__) in capsys.readouterr().err.splitlines()
 
 
-def test_there_are_ten_of_them():
-    assert len(TROUBLES) == 10
+def test_there_are_eleven_of_them():
+    assert len(TROUBLES) == 11
 
 
 def test_a_result_that_no_table_reads_and_no_page_names_is_found(tmp_path):

@@ -68,19 +68,21 @@ class Recipe:
         calib_seed: seed of the text that the model generates.
         rotate: first rotate the residual stream and the heads, folded into the weights; exact; for most described families.
         act: how layers round their activations at run time, per token: "none", "int8" or "fp8".
-        bpw, size: a budget instead of `bits`. bpw: bits per weight of all weights that can be quantized and that no exception
-            names, including head and embedding. size: bytes of the weight files. See `mixed`.
-        max_kl, max_ppl: a bound instead of `bits`: max. KL divergence from the model in nats per token, or max. rise of
-            perplexity in percent, measured on `judge`. The result is the smallest checkpoint that meets it; see `bound`.
+        bpw: a budget instead of `bits`: bits per weight of all weights that can be quantized and that no exception names,
+            including head and embedding.
+        size: a budget instead of `bits`: bytes of the weight files.
+        max_kl: a bound instead of `bits`, which the smallest checkpoint meets: max. nats per token of KL divergence.
+        max_ppl: a bound instead of `bits`, which the smallest checkpoint meets: max. rise of perplexity on `judge`, in percent.
         fit: with a bound, max. bytes of the weight files.
         tokens_per_s: with a bound, min. decode speed of one sequence in tokens per second, measured on the quantizing machine.
         judge: text on which a bound is measured; None = the bundled sample.
         widths: widths of the codes among which a budget or bound may choose.
-        overrides, skip: exceptions by tensor name.
-        format, block: "lowq", or "fp8": e4m3 weights with a scale for each `block`, like DeepSeek's files. fp8 accepts only
-            `act` "fp8" and "none", `skip`, and `lm_head` with any number of bits. Or a name of TABLE_FORMATS: weights of its
-            widths have its table and scales; weights of other widths are stored as in "lowq".
-            If not given, distill with a budget or a bound has "table-e4m3", unless group, zero or act is given.
+        overrides: other bits, and group, for the tensors that a pattern names; or "keep".
+        skip: patterns of the tensors that are kept.
+        format: "lowq"; "fp8" (e4m3 with a scale for each `block`, like DeepSeek's files), with which `act` "fp8" and "none",
+            `skip` and any `lm_head` go; or a name of TABLE_FORMATS, for weights of its widths (others as in "lowq"). Not given:
+            "table-e4m3" for distill with a budget or a bound, unless group, zero or act is given.
+        block: rows and columns that share a scale with the format "fp8".
     """
 
     format: str = "lowq"

@@ -1,8 +1,4 @@
-"""Prepare a run before it writes: the plan, the output folder, the budget.
-
-A dry run reads only headers. For a budget of bits it reads all weights: each layer is measured, on a text that is written first
-if it is the model's own.
-"""
+"""Prepare a run before it writes: the plan, the output folder, the budget. Only a budget of bits reads weights for it."""
 
 import os
 import time
