@@ -41,7 +41,7 @@ from accuracy_rows import RESULTS, TEXTS, Judge, Row, device, merge, missing, pa
 
 from lowq_cli import quantizers
 from lowq_cli.calibrate import texts
-from lowq_cli.calibrate.mixed import Mixed
+from lowq_cli.calibrate.mixed import Allocation
 from lowq_cli.evaluate import perplexity
 from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.interop.foreign import DecodedSource, open_decoded
@@ -182,7 +182,7 @@ class Made(NamedTuple):
 
     events: list[Event]
     seconds: float
-    mixed: Mixed | None
+    mixed: Allocation | None
 
     @property
     def schemes(self) -> dict[str, str] | None:

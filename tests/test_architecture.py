@@ -34,7 +34,7 @@ FLOORS = {  # of each package, the ground first: a folder or file imports from t
         *("state", "running", "sessions", "demo", "recipes", "models"),
         *("files", "quantizers", "tensor", "hf", "plan", "calibrate", "interop"),
         *("output", "engine", "loading", "evaluate", "run", "inventory", "tuning", "serving"),
-        *("checkup", "vllm_plugin", "run_report", "thinking", "generation", "line_input", "completion", "commands", "main"),
+        *("checkup", "vllm_plugin", "run_output", "thinking", "generation", "line_input", "completion", "commands", "main"),
         "start",
     ),
 }

@@ -21,11 +21,11 @@ from safetensors.torch import load_file, save
 from torch.func import functional_call
 
 from lowq_cli.calibrate import texts
+from lowq_cli.calibrate.cuda_graph import Recorded, adam, set_rate
 from lowq_cli.calibrate.layer_file import load_item, load_notes, save_item
 from lowq_cli.calibrate.layer_walk import Hidden
 from lowq_cli.calibrate.learn import WARM, Grid, repeatable, stored, weights_of
 from lowq_cli.calibrate.outside import Outside
-from lowq_cli.calibrate.recorded import Recorded, adam, set_rate
 from lowq_cli.calibrate.requirements import STRAIGHT_CODES, PassDone, pass_count, rates, starts_straight, table_rate
 from lowq_cli.hf.layers import DecoderLayers, Others, following, is_norm
 from lowq_cli.plan.plan import Item

@@ -50,7 +50,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Mixed:
+class Allocation:
     """A mixed plan. bpw: bits per weight of the groups in it.
 
     in_nats: True if `error` is a KL divergence; False (no text could be read) if it is a relative error of weights.
@@ -122,7 +122,7 @@ class Spread:
         chosen_bytes = sum(i.nbytes for i in plan.items if _group_of(i.kept_name) in self.choices)
         return size - (plan.nbytes - chosen_bytes)
 
-    def at(self, budget: int) -> tuple[Recipe, Mixed]:
+    def at(self, budget: int) -> tuple[Recipe, Allocation]:
         """The recipe with an override per group; all groups take at most `budget` bytes. Raises the errors of `allocate`."""
         chosen = allocate(self.choices, budget)
         overrides = [o for name, c in chosen.items() if c.what for o in _overrides(self.groups[name], c.what)]
@@ -132,12 +132,12 @@ class Spread:
         for name, c in chosen.items():
             members = self.groups[name]
             shares.append(Share(name, members[0].kind, _params(members), c.nbytes, c.what, c.error))
-        return resolved, Mixed(tuple(shares), not self.why_not_nats, self.why_not_nats)
+        return resolved, Allocation(tuple(shares), not self.why_not_nats, self.why_not_nats)
 
 
 def resolve(
     source: Source, recipe: Recipe, text: texts.Text, device: torch.device, watch: sensitivity.Watch | None = None
-) -> tuple[Recipe, Mixed]:
+) -> tuple[Recipe, Allocation]:
     """The recipe with an override for each group, within its --bpw or --size. Reads weights, writes no model.
 
     watch: called with the number of measured layers and of all layers.
@@ -293,7 +293,7 @@ def _measured(
     return errors, why
 
 
-def plot(mixed: Mixed, path: Path) -> None:
+def plot(mixed: Allocation, path: Path) -> None:
     """Draw the bits per weight of every group: a column per layer, and one for head and embedding.
 
     Raises what `drawing.save` raises.

@@ -6,8 +6,8 @@ layers make with this token, and the head reads hidden states that hold the erro
 
 import torch
 
+from lowq_cli.calibrate.cuda_graph import adam
 from lowq_cli.calibrate.learn import stored
-from lowq_cli.calibrate.recorded import adam
 from lowq_cli.hf.layers import DecoderLayers, Hidden
 
 

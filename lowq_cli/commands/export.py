@@ -113,7 +113,7 @@ def show_mixture(
     say(f"{path}: {console.size(size)}, {8 * size / weights:.2f} bits per weight; codes by least squares, {how}")
     if timed:
         from lowq_cli.run.mixture import writing_s
-        from lowq_cli.run_report import time_line
+        from lowq_cli.run_output import time_line
 
         say(f"on cpu, {time_line(writing_s(rows_of_text))}")
     if tower:

@@ -13,7 +13,7 @@ import typer
 
 from lowq_cli import completion, console, drawing, quantizers, recipes
 from lowq_cli.commands import AsJson, MixtureType, option
-from lowq_cli.run_report import follow, preparing, show_plan
+from lowq_cli.run_output import follow, preparing, show_plan
 from lowq_packers.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import typer
 
 from lowq_cli import completion, console
 from lowq_cli.commands import AsJson, Device, option
-from lowq_cli.run_report import STEPS, budget_line, follow_calibration
+from lowq_cli.run_output import STEPS, budget_line, follow_calibration
 from lowq_packers.errors import UsageError
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import typer
 
 from lowq_cli import completion, console, recipes
 from lowq_cli.commands import Device, Draft, KeepAlive, NoThink, Seed, Temperature
-from lowq_cli.run_report import follow
+from lowq_cli.run_output import follow
 from lowq_packers.errors import UsageError
 
 EXAMPLES = """Examples:

@@ -17,7 +17,7 @@ from math import exp, log, log1p
 from pathlib import Path
 from typing import Any
 
-from lowq_cli.calibrate.mixed import Mixed, Spread
+from lowq_cli.calibrate.mixed import Allocation, Spread
 from lowq_cli.console import size
 from lowq_cli.devices import pick_device
 from lowq_cli.engine import bandwidth
@@ -133,7 +133,7 @@ class Search:
         self.best: Path | None = None
         self.most = self._most()
 
-    def run(self) -> tuple[Recipe, Mixed, Bound]:
+    def run(self) -> tuple[Recipe, Allocation, Bound]:
         """The recipe, its allocation of bits, and the measurements.
 
         Raises QualityError if no allowed allocation meets the bound, BusyError if another process runs the same search.
@@ -143,7 +143,7 @@ class Search:
         with held(self.folder):
             return self._run()
 
-    def _run(self) -> tuple[Recipe, Mixed, Bound]:
+    def _run(self) -> tuple[Recipe, Allocation, Bound]:
         goal, low, high = log(AIM * self._nats(self.limit)), self.spread.least, self.most
         at = self._within(exp(goal)) if not self.spread.why_not_nats else (low + high) // 2
         for _ in range(ROUNDS):

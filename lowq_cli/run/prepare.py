@@ -26,7 +26,7 @@ from lowq_packers.errors import UsageError
 if TYPE_CHECKING:
     import torch
 
-    from lowq_cli.calibrate.mixed import Mixed
+    from lowq_cli.calibrate.mixed import Allocation
     from lowq_cli.run.bound import Bound, Search
     from lowq_cli.run.own_text import Make
     from lowq_cli.run.own_text_plan import Outlook
@@ -48,7 +48,7 @@ class Prepared:
     out: Path
     devices: tuple[Device, ...]
     budget: Budget
-    mixed: "Mixed | None"
+    mixed: "Allocation | None"
     source: Source
     workers: tuple[Device, ...]
     began: float
@@ -123,9 +123,9 @@ def prepare(
             else:
                 recipe, allocation = mixed.resolve(source, recipe, text, on, partial(watch, "measure"))
                 if recipe.method == "auto" and allocation.in_nats:
-                    from lowq_cli.run import trained_plan
+                    from lowq_cli.run import distill_hint
 
-                    notes.append(trained_plan.offer(os.fspath(model), source, recipe, on))
+                    notes.append(distill_hint.offer(os.fspath(model), source, recipe, on))
         plan = make_plan(source, recipe, shard_size)
         if out is None and not budgeted:
             folder = default_out(source, recipe, common_group(plan, recipe))

@@ -11,7 +11,7 @@ from folders import files
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from lowq_cli.calibrate.mixed import Mixed, Share
+from lowq_cli.calibrate.mixed import Allocation, Share
 from lowq_cli.calibrate.texts import read_text
 from lowq_cli.engine import bandwidth
 from lowq_cli.evaluate import perplexity
@@ -122,7 +122,7 @@ class Curve:
 
     def at(self, budget):
         share = Share("g", "mlp", 8000, budget, Scheme(4, 64), 2 * math.exp2(-2 * 8 * budget / 8000))
-        return make_recipe(bits=4, skip=[f"x{budget}"]), Mixed((share,), True, "")
+        return make_recipe(bits=4, skip=[f"x{budget}"]), Allocation((share,), True, "")
 
 
 def timed(model, out, monkeypatch, seconds, **asked):

@@ -6,8 +6,8 @@ from checkpoints import SMALL, Family
 from safetensors.torch import load_file
 
 from lowq_cli.calibrate import end_to_end, requirements, texts
+from lowq_cli.calibrate.cuda_graph import Recorded
 from lowq_cli.calibrate.end_to_end import EndToEnd
-from lowq_cli.calibrate.recorded import Recorded
 from lowq_cli.calibrate.requirements import LayerDone, PassDone
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.tokenizer import load_tokenizer

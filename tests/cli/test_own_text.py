@@ -240,6 +240,13 @@ def test_experts_that_are_hardly_visited_get_more_text(family_checkpoints, tmp_p
         assert prepared.text.digest == texts.Text("", ids=longer).digest  # also for a budget, whose trials read that text
 
 
+def test_the_trials_of_a_bound_read_the_text_of_the_run_that_adopts_one(family_checkpoints, tmp_path):
+    """A trial's text was made longer for rare experts and the run's was not: OUT then held "another lowq run"."""
+    dense = family_checkpoints(RARE, schemes={}).dense
+    asked = recipe(bits=None, max_kl=100.0, widths=(8, 4))
+    assert list(pipeline.run(dense, asked, tmp_path / "o", device="cpu"))[-1].result.already_done is False
+
+
 KILLED = """
 import os, signal
 from lowq_cli.run import pipeline

@@ -12,7 +12,7 @@ from lowq_cli.memory import others_at_work
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from lowq_cli.calibrate.mixed import Mixed
+    from lowq_cli.calibrate.mixed import Allocation
     from lowq_cli.plan.plan import Plan
     from lowq_cli.run.budget import Budget
     from lowq_cli.run.events import Event, LayerDone, Result
@@ -109,7 +109,7 @@ def _kept_embedding(plan: "Plan") -> "Iterator[str]":
         )
 
 
-def _show_mixed(mixed: "Mixed", on_stdout: bool) -> None:
+def _show_mixed(mixed: "Allocation", on_stdout: bool) -> None:
     """Print the number of groups and weights of each scheme, and the expected loss."""
     params = sum(s.params for s in mixed.shares)
     rows = [(scheme, groups, f"{100 * n / params:.1f}%", BAR * round(40 * n / params)) for scheme, groups, n in mixed.histogram]
