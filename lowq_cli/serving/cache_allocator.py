@@ -23,7 +23,7 @@ from lowq_cli.serving.cache_groups import Group
 from lowq_cli.serving.measurements import Measurements
 from lowq_cli.serving.model_runner import ModelRunner
 from lowq_cli.serving.pass_sizes import RECORDED, TOTALS
-from lowq_cli.serving.scheduler import READERS
+from lowq_cli.serving.scheduler import MOST_PREFILLING
 from lowq_cli.serving.token_budget import TokenBudget
 from lowq_kernels.decode import kv
 from lowq_kernels.dispatch.precompile import launch_all
@@ -168,7 +168,7 @@ def make_cache(
 def _runner(plan: Plan, kind: str, most: int, longest: int, blocks: Sequence[int], slots: int, fixed: bool) -> ModelRunner:
     width = -(-longest // BLOCK) + 1  # one more column stays empty: a step past a sequence's end writes to the null block
     windows = sorted({spec.window for spec in plan.states if isinstance(spec, Pages)})
-    rows, state = BatchState(most + READERS, [width] * len(windows), plan.device), list[KeyValues | States]()
+    rows, state = BatchState(most + MOST_PREFILLING, [width] * len(windows), plan.device), list[KeyValues | States]()
     for spec in plan.states:
         if isinstance(spec, Recurrent):
             state.append(recurrent(spec, slots + 1, plan.dtype, plan.device))

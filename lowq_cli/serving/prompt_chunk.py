@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from lowq_cli.engine.pictures import Shown
-from lowq_cli.serving.scheduler import READERS
+from lowq_cli.serving.scheduler import MOST_PREFILLING
 from lowq_kernels.decode.runs import CHUNK, Run, states_of
 
 
@@ -40,7 +40,7 @@ def runs_of(pieces: Sequence[Piece]) -> list[Run]:
 
 def most_ends(C: int) -> int:
     """Return the max. number of prompts that can end in a pass with C prompt tokens."""
-    return min(READERS, C)
+    return min(MOST_PREFILLING, C)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from lowq_cli.serving.cache_manager import CacheManager, Match
 from lowq_cli.serving.fairness import Turns
 from lowq_cli.serving.sequence import Sequence
 
-READERS = 32  # max. prompts prefilled at once: with 16, the last of 128 prompts of 60 tokens waits an eighth longer
+MOST_PREFILLING = 32  # max. prompts prefilled at once: with 16, the last of 128 prompts of 60 tokens waits an eighth longer
 EARLY_S = 0.0015  # a pass is launched this many seconds before the last one ends: prompts that arrive until then join it
 GIVES_WAY = 8  # steps between two checks whether a running sequence should give way to a waiting one
 
@@ -50,7 +50,8 @@ class Scheduler:
 
     Args:
         cache: the cache space of the sequences.
-        rows: max. sequences that run at once, in rows 0 .. rows - 1; prompts being prefilled use the READERS rows after these.
+        rows: max. sequences that run at once, in rows 0 .. rows - 1; prompts being prefilled use the MOST_PREFILLING rows after
+            these.
         bucket: rows in use -> rows that a pass computes; sequences are compacted into lower rows where that makes it smaller.
         fixed: prompts are prefilled in separate passes, and a preempted sequence is generated again from its prompt on. With
             a cache that shares nothing, a sequence then depends on no other.
@@ -63,7 +64,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.reading: list[Sequence] = []
         self.running: list[Sequence | None] = [None] * rows
-        self._readers = list(range(rows + READERS - 1, rows - 1, -1))
+        self._readers = list(range(rows + MOST_PREFILLING - 1, rows - 1, -1))
         self._freed: list[int] = []
         self._moves: list[tuple[int, int, Sequence]] = []
         self.preemptions = self.prefix_hits = self.read = self.step = 0
@@ -281,7 +282,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         later: list[Sequence] = []  # sequences whose prefix another one is prefilling now
-        while self._readers and len(later) < min(READERS, len(self.waiting)):
+        while self._readers and len(later) < min(MOST_PREFILLING, len(self.waiting)):
             seq = self._next_waiting([t for t in self.waiting if t not in later] if later else self.waiting)
             active = self.active
             if len(active) >= len(self.running):

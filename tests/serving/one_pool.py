@@ -3,7 +3,7 @@
 from collections import OrderedDict, deque
 from types import SimpleNamespace
 
-from lowq_cli.serving.scheduler import READERS
+from lowq_cli.serving.scheduler import MOST_PREFILLING
 
 
 class Pool:
@@ -77,7 +77,7 @@ class Schedule:
     def __init__(self, pool, rows, bucket, fixed):
         self.pool, self.bucket, self.fixed, self.stepped = pool, bucket, fixed, True
         self.waiting, self.reading, self.running = deque(), [], [None] * rows
-        self.readers, self.freed, self.moves = list(range(rows + READERS - 1, rows - 1, -1)), [], []
+        self.readers, self.freed, self.moves = list(range(rows + MOST_PREFILLING - 1, rows - 1, -1)), [], []
         self.preemptions = self.prefix_hits = self.read = 0
 
     def active(self):

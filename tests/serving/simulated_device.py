@@ -14,7 +14,7 @@ from lowq_cli.serving.cache_groups import REWIND, Group
 from lowq_cli.serving.cache_manager import CacheManager
 from lowq_cli.serving.pass_sizes import buckets
 from lowq_cli.serving.request import Request
-from lowq_cli.serving.scheduler import READERS, Scheduler
+from lowq_cli.serving.scheduler import MOST_PREFILLING, Scheduler
 from lowq_cli.serving.sequence import Sequence
 
 SIZE = 16
@@ -68,8 +68,8 @@ class Device:
     def __init__(self, windows, blocks, rows, slots, width, host):
         self.windows, self.rows = windows, rows
         self.pages = [[[NOTHING] * SIZE for _ in range(n)] for n in blocks]
-        self.tables = [[[0] * width for _ in range(rows + READERS)] for _ in blocks]
-        self.slot, self.state = [0] * (rows + READERS), [NOTHING] * slots
+        self.tables = [[[0] * width for _ in range(rows + MOST_PREFILLING)] for _ in blocks]
+        self.slot, self.state = [0] * (rows + MOST_PREFILLING), [NOTHING] * slots
         self.away = [[NOTHING] * (n + 1) for n in host]
 
     def swap(self, swaps):

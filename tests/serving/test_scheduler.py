@@ -19,7 +19,7 @@ from lowq_cli.serving.cache_manager import CacheManager
 from lowq_cli.serving.engines import engine_of
 from lowq_cli.serving.pass_sizes import PassSizes
 from lowq_cli.serving.request import Request
-from lowq_cli.serving.scheduler import EARLY_S, READERS, Scheduler
+from lowq_cli.serving.scheduler import EARLY_S, MOST_PREFILLING, Scheduler
 from lowq_cli.serving.sequence import Sequence
 from lowq_cli.serving.token_budget import TokenBudget
 
@@ -71,7 +71,7 @@ class Memory:
 
     def run(self, n, pieces=(), of_steps=None):
         r, b, self.passes = self.rows, self.sizes.size(n, sum(len(p.tokens) for p in pieces))[0], self.passes + 1
-        tables, pos, token, logits = r.tables[0].numpy(), r.pos.numpy(), r.token.numpy(), np.zeros((b + READERS, V))
+        tables, pos, token, logits = r.tables[0].numpy(), r.pos.numpy(), r.token.numpy(), np.zeros((b + MOST_PREFILLING, V))
         order = r.order[:b].tolist()
         steps = [row for row in range(n) if of_steps[row] != r.null_row]
         assert sorted(order) == list(range(b))
@@ -82,7 +82,7 @@ class Memory:
         for p in pieces:
             for i, t in enumerate(p.tokens, p.first):
                 self.held[tables[p.row, i // BLOCK], i % BLOCK] = t
-        targets = np.full(b + READERS, r.null_row)
+        targets = np.full(b + MOST_PREFILLING, r.null_row)
         targets[:b] = r.target[:b].numpy()
         if pieces:
             targets[:b] = r.null_row
