@@ -305,7 +305,7 @@ def test_text_errors(tmp_path):
     with pytest.raises(UsageError, match="at least 4096"):
         make_recipe(method="gptq", calib_tokens=5)
     for method in ("rtn", "auto"):
-        with pytest.raises(UsageError, match=f"{method} does not"):
+        with pytest.raises(UsageError, match=f"methods that read a text, not {method}"):
             make_recipe(method=method, calib="x.txt")
     assert len(texts.read_text(None)) > 200_000
 
