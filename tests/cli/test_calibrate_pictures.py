@@ -163,7 +163,8 @@ def test_predictions_behind_pictures_are_nearer(folders, tmp_path):
 
 
 LLAMA4 = pytest.param("llama4", "gptq", 0.97, marks=TILES.marks)  # whose tiles are 4 of 96 tokens
-READ = (("mistral3", "yaqa", 0.9), ("mistral3", "distill", 0.9), LLAMA4)  # distill begins as learn does
+DISTILL = pytest.param("mistral3", "distill", 0.9, marks=pytest.mark.more)  # it begins as learn does
+READ = (("mistral3", "yaqa", 0.9), DISTILL, LLAMA4)
 
 
 @pytest.mark.parametrize(("family", "method", "share"), READ)

@@ -129,7 +129,9 @@ def checkpoint(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize(("family", "fact"), CASES)
+@pytest.mark.parametrize(
+    ("family", "fact"), [pytest.param(*c, marks=[pytest.mark.more] * (i % 2)) for i, c in enumerate(CASES)]
+)
 def test_a_file_of_llama_cpp(family, fact, checkpoint, tmp_path):
     packed, gguf = checkpoint(family, fact), pytest.importorskip("gguf", reason="needs the package gguf (extra interop)")
     reason = "sliding window" if windowed(packed) else LLAMA_CPP.get(fact)

@@ -50,12 +50,12 @@ class Screen:
         os.write(self.master, text.encode())
 
     def wait(self, text, seconds=60, press=""):
-        """The output up to `text`; the key `press` is pressed now, and again after ten seconds without it."""
+        """The output up to `text`; the key `press` is pressed now, and again after two seconds without it."""
         start, presses = time.monotonic(), 0
         while text not in self.seen:
             waited = time.monotonic() - start
             assert waited < seconds, self.seen
-            if press and waited >= 10 * presses:
+            if press and waited >= 2 * presses:
                 self.type(press)
                 presses += 1
             if select.select([self.master], [], [], 0.2)[0]:

@@ -67,7 +67,7 @@ def test_a_prompt_that_is_not_to_be_thought_about(folder):
     assert talk.messages[-1] == {"role": "assistant", "content": "Yes.", "reasoning_content": "hm"}
 
 
-@pytest.mark.parametrize("think", [True, False])
+@pytest.mark.parametrize("think", [True, pytest.param(False, marks=pytest.mark.more)])
 def test_the_commands(folder, think):
     """A model that never closes its thoughts says nothing but those, or its answer at once."""
     how = ["--device", "cpu", *([] if think else ["--no-think"])]

@@ -145,9 +145,9 @@ def twice(launch: Callable[[], Any]) -> Any:
     return result[0]
 
 
-def sampled(cases: Iterable[Any], every: int = 3) -> list[Any]:
-    """Cases drawn from one kind as values of `parametrize`, of which each `every`-th is left to `make test-all`."""
-    return [pytest.param(c, marks=[pytest.mark.more] * (i % every == every - 1)) for i, c in enumerate(cases)]
+def sampled(cases: Iterable[Any], every: int = 2, left: int = 1) -> list[Any]:
+    """Cases of one kind as values of `parametrize`; the `left`-th of each `every` in turn is a case of `make test-all`."""
+    return [pytest.param(c, marks=[pytest.mark.more] * (i % every == left)) for i, c in enumerate(cases)]
 
 
 def selected(request: pytest.FixtureRequest, name: str) -> list[Any]:

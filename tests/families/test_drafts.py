@@ -14,6 +14,7 @@ from described import NAMES
 from described import model as random_model
 from native import planned, texts
 
+from emulation import sampled
 from lowq_cli.engine.drafts.verify import Verification
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.sampling import Sampling
@@ -75,7 +76,7 @@ def never_back(decoder):
     return made
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sampled(NAMES))
 def test_a_text_with_drafts_is_the_text_without(name):
     decoder = NativeDecoder(planned(random_model(name)))
     decoder.drafts = True

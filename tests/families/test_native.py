@@ -16,6 +16,7 @@ from described import NAMES, TEXTS, WRAPPERS, config, here, shared
 from described import model as random_model
 from native import facts_of, logits_of, off, planned, shared_plan, texts, without
 
+from emulation import sampled
 from lowq_cli.engine import kernel_launches, weights
 from lowq_cli.engine import steps as s
 from lowq_cli.engine.batch import States
@@ -140,7 +141,7 @@ def served(model, asked, n, **how):
     return [[e.token for e in events[i]] for i in numbers], stats
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sampled(NAMES, left=0))
 def test_served_eight_at_once_they_are_as_alone(name):
     """Prompts of other lengths, two that begin as others do, a cache that is too small for all.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import forking
 import pytest
 
+import emulation
 from lowq_kernels.products.cpu import building, native
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason=f"own CPU kernels are not built: {native.why_not()}")
@@ -108,7 +109,7 @@ BENT = {
 }
 
 
-@pytest.mark.parametrize("bend", BENT.values(), ids=BENT)
+@pytest.mark.parametrize("bend", emulation.sampled(BENT.values()), ids=BENT)
 def test_a_damaged_library_is_rebuilt_with_a_message(machine, bend):
     bend(machine.library)
     there, why, why_not = machine.ask()

@@ -637,6 +637,7 @@ def text_of(server, model, **more):
 
 
 @pytest.mark.slow
+@pytest.mark.more
 def test_none_is_lost_and_none_is_mixed_up():
     """As tests/fuzz/swaps.py does with 2,000 requests."""
     done = subprocess.run([sys.executable, SCRIPT, "--requests", "8", "--users", "6"], capture_output=True, text=True)

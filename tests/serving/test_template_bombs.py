@@ -29,7 +29,7 @@ BOMBS = {  # what a template does, and what the line says of it
 SERVED = ("loops", "writes without end")
 
 
-@pytest.mark.parametrize("name", [name for name in BOMBS if name not in SERVED])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.more] * ("power" in n)) for n in BOMBS if n not in SERVED])
 def test_a_template_bomb_is_refused_in_one_line_and_the_next_conversation_is_rendered(name):
     bomb, line = BOMBS[name]
     output = [{"role": "user", "content": "hi"}]
