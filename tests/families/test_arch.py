@@ -19,6 +19,7 @@ from described import COPIES, NAMES, auto, config, here, model
 from sizes import BILLIONS, CLASS_SIZES, CONFIGS
 from start import printed
 
+from emulation import sampled
 from lowq_cli.engine.rope import by_kind
 from lowq_cli.engine.state import BLOCK, static_state
 from lowq_cli.files.source import open_source
@@ -109,7 +110,7 @@ def test_a_published_models_names_and_shapes_are_those_of_transformers(name):
     assert abs(count / 1e9 / BILLIONS[name] - 1) < 0.01
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sampled(NAMES, left=0))
 def test_files_hold_the_described_tensors_with_their_shapes_and_roles(name, tmp_path):
     made = model(name)
     made.save_pretrained(tmp_path)
