@@ -1,7 +1,7 @@
 """Time prompts and steps of hybrids on this CPU next to a Llama of the same number of weights, and in llama.cpp.
 
     python benchmarks/hybrids_cpu.py [--threads N] [--rounds N] [--out FILE] [FAMILY ...]
-    python benchmarks/hybrids_cpu.py --llama-cpp FOLDER ...        beside llama.cpp, which hybrids_llamacpp.py says how to build
+    python benchmarks/hybrids_cpu.py --llama-cpp FOLDER ...        and in llama.cpp, built as hybrids_llamacpp.py shows
 
 Width 2,048, four layers, 4 bits in bf16; and about 22 million parameters in fp32. Llama has the hybrid's width and layers, and
 an MLP as wide as makes its matrices as many weights. All take turns in one process; a time is the least CPU time of all rounds.
@@ -9,8 +9,8 @@ A row: {family, form, weights and llama_weights in millions, rounds, mb of weigh
 1,000 tokens and ms of a step after 256, of both}. Another call with the same --out adds rounds: of each time the least stays.
 
 With --llama-cpp, "llama.cpp" in a row has its times of the same two models. In fp32 both programs have the same weights, and
-"apart" is the distance of their logits after 256 tokens, over their length; in 4 bits each draws its own, on which times do
-not depend.
+"apart" is the norm of the difference of their logits after 256 tokens, divided by the norm of lowq's. In 4 bits each program
+has random weights of its own; times do not depend on them.
 """
 
 import argparse

@@ -5,8 +5,9 @@
     cmake --build build --target llama
     pip install diskcache
 
-llama.cpp's own converter makes a file of the model without a tokenizer, its own quantizer one in 4 bits whose embedding and
-head stay in bf16, as lowq's do. A context is what llama-bench makes: passes of 512 tokens, flash attention where it can.
+llama.cpp's converter writes the model to a file without a tokenizer. Its quantizer makes a 4-bit file from that, in which the
+embedding and the head stay in bf16, as lowq's do. A context is what llama-bench makes: passes of 512 tokens, flash attention
+where it can.
 """
 
 import ctypes

@@ -118,15 +118,20 @@ def text_of(folder: Path, data: Path, tokens: int) -> torch.Tensor:
     return torch.cat([mix, own.ids.long()])
 
 
-def main() -> None:
-    """Train both and write their folders, with the facts in FOLDER/trained.json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def training_parser(about: str | None, seconds: float) -> argparse.ArgumentParser:
+    """The flags of a script that trains small models: their folder, the model they are made of, texts, seconds for each."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=120, help="for training each model")
-    parser.add_argument("--own-tokens", type=int, default=65536, help="of the text that MODEL writes")
-    args = parser.parse_args()
+    parser.add_argument("--seconds", type=float, default=seconds, help="for training each model")
+    parser.add_argument("--own-tokens", type=int, default=65536, help="of the text that MODEL writes, which is trained on, too")
+    return parser
+
+
+def main() -> None:
+    """Train both and write their folders, with the facts in FOLDER/trained.json."""
+    args = training_parser(__doc__, seconds=120).parse_args()
     dense = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     ids, facts = text_of(args.model, args.data, args.own_tokens), {}
     for name, make in (("mixture", mixture), ("hybrid", hybrid)):

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from accuracy_rows import words
-from kinds_models import text_of, train
+from kinds_models import text_of, train, training_parser
 from pages import results_of
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -203,12 +203,7 @@ def decays() -> dict[str, dict[str, float]]:
 
 def main() -> None:
     """Train what is missing, then a row a model."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=150, help="for training each model")
-    parser.add_argument("--own-tokens", type=int, default=65536, help="of the text that MODEL writes, which is trained on, too")
+    parser = training_parser(__doc__, seconds=150)
     parser.add_argument("--windows", type=int, default=32, help=f"of {LENGTH} tokens; 0: train only")
     parser.add_argument("--only", type=words, default=[make.__name__ for make in MODELS.values()], help="models")
     parser.add_argument("--out", type=Path, default=results_of("cpu") / "state_dtype.json")

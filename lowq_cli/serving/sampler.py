@@ -27,7 +27,7 @@ def restrict_rows(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
     if scores.is_cpu:
         settings = torch.cat((top_k, top_p, min_p), 1).tolist()
         kept = [restrict(row, int(k), p) for row, (k, p, _) in zip(scores.split(1), settings, strict=True)]
-        return torch.cat([_least(row, m) if m else row for row, (_, _, m) in zip(kept, settings, strict=True)])
+        return torch.cat([_apply_min_p(row, m) if m else row for row, (_, _, m) in zip(kept, settings, strict=True)])
     ordered = torch.sort(scores, dim=-1, descending=True).values
     floor = ordered.gather(1, torch.where(top_k == 0, V, top_k).clamp(max=V) - 1)
     truncated = ordered.masked_fill(ordered < floor, float("-inf"))
@@ -38,10 +38,10 @@ def restrict_rows(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor
     least = truncated.masked_fill(out, float("inf")).amin(-1, keepdim=True)
     floor = torch.where(top_p < 1, least, floor)
     scores = scores.masked_fill(scores < floor, float("-inf"))
-    return _least(scores, min_p)
+    return _apply_min_p(scores, min_p)
 
 
-def _least(scores: torch.Tensor, min_p: torch.Tensor | float) -> torch.Tensor:
+def _apply_min_p(scores: torch.Tensor, min_p: torch.Tensor | float) -> torch.Tensor:
     """Scores with those at -inf whose probability is below min_p of the likeliest token's."""
     return scores.masked_fill((scores - scores.amax(-1, keepdim=True)).exp() < min_p, float("-inf"))
 
