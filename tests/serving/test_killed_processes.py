@@ -248,6 +248,36 @@ def test_a_server_that_ends_as_a_load_begins_leaves_no_process(tmp_path):
     s.host.close()
 
 
+class Slow(str):
+    """A device's name that a process is not given before the test lets it."""
+
+    __slots__ = ("asked", "given")
+
+    def __reduce__(self):
+        self.asked.set()
+        assert self.given.wait(60)
+        return str, ("cpu",)
+
+
+@pytest.mark.parametrize("what", ["begin", "prepare"])
+def test_a_process_that_starts_while_the_loader_stops_is_ended_too(what, tmp_path):
+    device = Slow("cpu")
+    device.asked, device.given = threading.Event(), threading.Event()
+    loader, offer = Loader(device, {}, **LIGHT), Gate(tmp_path / "a").offer()
+    starting = threading.Thread(target={"begin": lambda: loader.begin(offer), "prepare": loader.prepare}[what])
+    stopping = threading.Thread(target=loader.stop)
+    starting.start()
+    assert device.asked.wait(60)
+    stopping.start()
+    stopping.join(0.1)  # without a lock it would end here
+    device.given.set()
+    starting.join(60)
+    stopping.join(60)
+    loader.prepare()  # a thread of the server that comes late
+    with pytest.raises(LowqError, match="the server is stopping"):
+        loader.begin(offer)
+
+
 def test_a_client_that_leaves_before_the_process_is_killed(tmp_path):
     async def go():
         async with serving(tmp_path, 1) as s:

@@ -234,17 +234,23 @@ class Loader:
         self.measurements: dict[str, Measurements] = {}  # by model
         self.standby: Standby | None = None
         self.latest: LoadingModel | None = None
+        self.stopped, self.lock = False, threading.Lock()  # held while a process starts, so that `stop` ends that one too
 
     def begin(self, offer: Offer) -> "LoadingModel":
-        """Begin to load a model."""
-        standby, self.standby = self._alive(), None
-        given = (offer, self.device, self.how, True, standby, self.host, self.measurements)
-        self.latest = LoadingModel(*given, starts=True, make=self.make)
-        return self.latest
+        """Begin to load a model. Raises LowqError after `stop`."""
+        with self.lock:
+            if self.stopped:
+                raise LowqError("the server is stopping")
+            standby, self.standby = self._alive(), None
+            given = (offer, self.device, self.how, True, standby, self.host, self.measurements)
+            self.latest = LoadingModel(*given, starts=True, make=self.make)
+            return self.latest
 
     def prepare(self) -> None:
-        """Start the standby process if there is none."""
-        self.standby = self._alive() or Standby(self.first, self.device)
+        """Start the standby process if there is none; after `stop`, do nothing."""
+        with self.lock:
+            if not self.stopped:
+                self.standby = self._alive() or Standby(self.first, self.device)
 
     def _alive(self) -> Standby | None:
         """The standby process; None if there is none, or it has died."""
@@ -255,9 +261,11 @@ class Loader:
 
     def stop(self) -> None:
         """End the standby process, and that of the model that was loaded last: the server may have ended before it knew it."""
-        for one in (self.standby, self.latest):
-            if one is not None:
-                one.stop()
+        with self.lock:
+            self.stopped = True
+            for one in (self.standby, self.latest):
+                if one is not None:
+                    one.stop()
 
 
 class LoadingModel:
