@@ -62,7 +62,10 @@ FLAGS: dict[str, tuple[type, Any]] = {
     ),
     "skip": (list[str], option("Leave these weights as they are.", metavar="PATTERN")),
     "lm_head": (str, option("Output head.  [default: 8 up to 4 bits, 4 up to 2, unless tied]", metavar="BITS|keep")),
-    "embedding": (str, option("Input embedding.  [default: keep]", metavar="BITS|keep")),
+    "embedding": (
+        str,
+        option("Input embedding.  [default: keep, or 8 if tied, for --layout cpu]", metavar="BITS|keep"),
+    ),
     "vision": (str, option("The vision tower, if there is one.  [default: keep]", metavar="BITS|keep")),
     "calib": (
         str,

@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -92,7 +93,7 @@ def _prompt_and_pictures(text: str | None, pictures: list[str], model: str) -> t
 def _quantized(model: str, recipe: str | None, device: str) -> str:
     """The model itself where its weights are low-bit already, or the checkpoint in the cache, made now if it is not there."""
     from lowq_cli import state
-    from lowq_cli.devices import wake
+    from lowq_cli.devices import pick_device, wake
     from lowq_cli.files.checkpoint import is_checkpoint
     from lowq_cli.files.source import check_there
     from lowq_cli.plan.recipe import make_recipe
@@ -105,6 +106,8 @@ def _quantized(model: str, recipe: str | None, device: str) -> str:
     with ExitStack() as stack:
         wake(device)
         with console.status(f"reading {model}"):
+            if parsed.layout == "auto" and not parsed.in_blocks and pick_device(device).type == "cpu":
+                parsed = replace(parsed, layout="cpu")  # it will be read here, and needs no repacking then
             from lowq_cli.commands.quantize import compiling, maker
             from lowq_cli.interop.foreign import open_foreign
             from lowq_cli.plan.plan import default_out

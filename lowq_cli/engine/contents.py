@@ -16,7 +16,7 @@ from lowq_cli.files.storage import method, storage
 from lowq_packers.arch.config import Config, NotPlain, read_config
 from lowq_packers.arch.parts import Experts, Linear, Model, walk
 from lowq_packers.errors import DamagedError, SchemeError, UnsupportedError
-from lowq_packers.layouts import DISK
+from lowq_packers.layouts import DISK, get
 
 BIAS = ".bias"
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -150,7 +150,7 @@ def check(contents: Contents, headers: Mapping[str, TensorHeader]) -> None:
     singles = [m for m in (contents.embed, contents.head) if m]
     stacks = [row for part, matrices in contents.experts.items() if part not in contents.stacks for row in matrices.values()]
     expected |= {name: (shape, FLOATS) for matrices in contents.stacks.values() for name, shape in matrices.values()}
-    if any(len({m.how for m in row}) > 1 or not (row[0].how is None or _in_rows(row[0])) for row in stacks):
+    if any(len({m.how for m in row}) > 1 or not (row[0].how is None or row[0].how.layout == DISK) for row in stacks):
         raise NotPlain("experts of a layer that are not packed alike, in rows")
     for part in contents.experts:
         expected |= {name: (shape, FLOATS) for name, shape in expert_biases(part, contents.named).values()}
@@ -160,8 +160,8 @@ def check(contents: Contents, headers: Mapping[str, TensorHeader]) -> None:
         if m.how is None:
             expected[m.stem + WEIGHT] = (m.N, m.K), FLOATS
             continue
-        if m is contents.embed and not _in_rows(m):
-            raise NotPlain(f"{m.stem} in another layout than rows")
+        if m is contents.embed and get(m.how.layout).rows is None:
+            raise NotPlain(f"{m.stem} in a layout without rows for look-ups")
         try:
             expected |= {m.stem + suffix: fact for suffix, fact in tensors(m.how, m.N, m.K).items()}
         except SchemeError as e:
@@ -171,8 +171,3 @@ def check(contents: Contents, headers: Mapping[str, TensorHeader]) -> None:
     for name, (shape, dtypes) in expected.items():
         if tuple(headers[name].shape) != shape or headers[name].dtype not in dtypes:
             raise NotPlain(f"{name} is {headers[name].dtype} {tuple(headers[name].shape)}")
-
-
-def _in_rows(m: Matrix) -> bool:
-    """Whether a quantized matrix is stored in the layout DISK, row after row, as embeddings and experts must be."""
-    return m.how is not None and m.how.layout == DISK

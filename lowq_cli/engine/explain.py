@@ -124,7 +124,8 @@ def bytes_per_token(model: CausalModel, decoder: Decoder, batch: int = 1) -> int
                 total += share * t.numel() * t.element_size()
     for embedding in embeddings:
         tables = [_own(t) for t in embedding.parameters(recurse=False)]
-        total += sum(batch * t[0].nbytes for t in tables if t.untyped_storage().data_ptr() not in seen)
+        rows = embedding.num_embeddings
+        total += sum(batch * t.nbytes / rows for t in tables if t.untyped_storage().data_ptr() not in seen)
     return round(total)
 
 

@@ -252,11 +252,8 @@ def _embedding(m: Matrix, contents: Contents, reader: Reader) -> nn.Embedding | 
     if m.how is None:
         return table
     packed = _packed([m], contents.dtype, reader)
-    embedding = QuantEmbedding(table, packed.scheme, contents.dtype)
-    embedding.weight = nn.Parameter(packed.words, requires_grad=False)
-    embedding.weight_scale = nn.Parameter(packed.scales, requires_grad=False)
-    embedding.weight_zero = None if packed.zeros is None else nn.Parameter(packed.zeros, requires_grad=False)
-    embedding.weight_table = None if packed.table is None else nn.Parameter(packed.table, requires_grad=False)
+    embedding = QuantEmbedding(table, packed.scheme, contents.dtype, packed.layout)
+    embedding.hold(packed)
     return embedding
 
 

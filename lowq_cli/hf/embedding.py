@@ -4,8 +4,7 @@ import torch
 from torch import nn
 
 from lowq_kernels.modules.linear import QuantLinear, blank_table, only_moved
-from lowq_packers import bitstream
-from lowq_packers.layouts import DISK, PackedWeight
+from lowq_packers.layouts import DISK, PackedWeight, repack, stored
 from lowq_packers.qtensor import dequantized
 from lowq_packers.scheme import Scheme
 
@@ -21,18 +20,21 @@ def embed_scale(embedding: nn.Embedding) -> float | None:
 class QuantEmbedding(nn.Module):
     """ids (...) -> rows (..., K) of the dequantized table, times the factor of the embedding it replaces.
 
-    Its tensors are `weight` (V, words) int32, `weight_scale` and `weight_zero` (V, groups); always rowstream, for look-ups.
+    Its tensors are `weight` int32, `weight_scale` and `weight_zero`, shaped as its layout says, which has `rows`: look-ups take
+    a few rows from it. It is saved in rowstream.
     """
 
-    def __init__(self, embedding: nn.Embedding, scheme: Scheme, dtype: torch.dtype) -> None:
+    def __init__(self, embedding: nn.Embedding, scheme: Scheme, dtype: torch.dtype, stored_in: str = DISK) -> None:
         super().__init__()
         V, K = embedding.weight.shape
         self.num_embeddings, self.embedding_dim, self.padding_idx = V, K, embedding.padding_idx
-        self.scheme, self.scale = scheme, embed_scale(embedding)
-        device = embedding.weight.device
-        words = torch.zeros(V, bitstream.words_per_row(K, scheme.bits), dtype=torch.int32, device=device)
+        self.scheme, self.scale, self.layout = scheme, embed_scale(embedding), stored_in
+        device, shapes = embedding.weight.device, stored(stored_in).shapes
+        assert shapes is not None
+        of_words, of_scales = shapes(scheme, V, K)
+        words = torch.zeros(of_words, dtype=torch.int32, device=device)
         of_scale = dtype if scheme.scale == "float" else torch.uint8
-        meta = torch.zeros(V, scheme.groups(K), dtype=of_scale, device=device)
+        meta = torch.zeros(of_scales, dtype=of_scale, device=device)
         self.weight = nn.Parameter(words, requires_grad=False)
         self.weight_scale = nn.Parameter(meta, requires_grad=False)
         self.dtype = dtype
@@ -44,15 +46,22 @@ class QuantEmbedding(nn.Module):
         """The table as a weight (V, K)."""
         zeros, table = (None if t is None else t.data for t in (self.weight_zero, self.weight_table))
         tensors = (self.weight.data, self.weight_scale.data, zeros)
-        return PackedWeight(*tensors, self.scheme, self.num_embeddings, self.embedding_dim, DISK, table=table)
+        return PackedWeight(*tensors, self.scheme, self.num_embeddings, self.embedding_dim, self.layout, table=table)
+
+    def hold(self, p: PackedWeight) -> None:
+        """Set `p` as its tensors."""
+        self.layout = p.layout
+        self.weight = nn.Parameter(p.words, requires_grad=False)
+        self.weight_scale = nn.Parameter(p.scales, requires_grad=False)
+        self.weight_zero = None if p.zeros is None else nn.Parameter(p.zeros, requires_grad=False)
+        self.weight_table = None if p.table is None else nn.Parameter(p.table, requires_grad=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """The rows of `ids`, rounded once to the scales' dtype, then multiplied by the embedding's factor."""
-        s, flat = self.scheme, ids.reshape(-1)
+        s, take = self.scheme, stored(self.layout).rows
+        assert take is not None
         dtype = self.weight_scale.dtype if s.scale == "float" else self.dtype
-        codes = bitstream.unpack(self.weight[flat], s.bits, self.embedding_dim)
-        zeros = None if self.weight_zero is None else self.weight_zero[flat]
-        rows = dequantized(s, codes, self.weight_scale[flat], zeros, self.weight_table).to(dtype).reshape(*ids.shape, -1)
+        rows = dequantized(s, *take(self.packed, ids.reshape(-1)), self.weight_table).to(dtype).reshape(*ids.shape, -1)
         if self.scale in (None, 1.0):
             return rows
         return rows * torch.full((), self.scale, dtype=dtype, device=rows.device)  # type: ignore[arg-type]
@@ -62,16 +71,27 @@ class QuantEmbedding(nn.Module):
         with only_moved(self, "weight_table"):
             return super()._apply(fn, recurse)
 
+    def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
+        p = self.packed if self.weight.is_meta else repack(self.packed, DISK)
+        for leaf, t in (("weight", p.words), ("weight_scale", p.scales), ("weight_zero", p.zeros), ("weight_table", p.table)):
+            if t is not None:
+                destination[prefix + leaf] = t
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
+        if self.layout != DISK and not self.weight.is_meta:  # a state dict is in rowstream
+            self.hold(repack(self.packed, DISK))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def extra_repr(self) -> str:
         """The text in print(model)."""
-        return f"{self.num_embeddings}, {self.embedding_dim}, {self.scheme}"
+        return f"{self.num_embeddings}, {self.embedding_dim}, {self.scheme}, layout={self.layout}"
 
 
 class TiedHead(QuantLinear):
     """The output layer of a model with a packed, tied embedding: it has the embedding's weight and is absent from files.
 
-    Matmuls need the device's layout and look-ups need rows, so that memory holds two packed copies, which are still smaller
-    than the dense table.
+    Products need the device's layout and look-ups one with `rows`. On a CPU the layout "cpu" serves both; otherwise memory
+    holds two packed copies.
     """
 
     def share(self, embedding: QuantEmbedding) -> None:

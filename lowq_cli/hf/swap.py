@@ -28,7 +28,7 @@ from lowq_cli.hf.structure import check_complete, check_shape
 from lowq_kernels.modules.joined import JoinedRows
 from lowq_kernels.modules.linear import QuantLinear, blank_table
 from lowq_packers.errors import DamagedError, UnsupportedError
-from lowq_packers.layouts import DISK
+from lowq_packers.layouts import DISK, get
 from lowq_packers.qtensor import plausible
 from lowq_packers.scheme import Scheme
 
@@ -163,7 +163,9 @@ def _packed_module(
     if leaves.keys() <= LEAVES.keys() or path in skeleton.kinds:
         if isinstance(kind := skeleton.kinds.get(path, "no experts"), str):
             raise UnsupportedError(f"{path} is packed: {kind}, which lowq cannot compute with")
-        _rowstream_only(path, leaves, "experts")
+        for leaf, how in leaves.items():
+            if how.layout != DISK:
+                raise UnsupportedError(f"{path}.{leaf} is stored in layout {how.layout}; lowq reads experts in {DISK}")
         of_path = {leaf: tables[path, leaf] for leaf in leaves if (path, leaf) in tables}
         schemes = {leaf: how.scheme for leaf, how in leaves.items()}
         config, parent = skeleton.model.config.get_text_config(), skeleton.model.get_submodule(path.rpartition(".")[0])
@@ -172,21 +174,15 @@ def _packed_module(
     if leaves.keys() == {"weight"}:
         (scheme, layout), dtype = leaves["weight"], skeleton.params[f"{path}.weight"].dtype
         if isinstance(module, nn.Embedding) and embed_scale(module) is not None:
-            _rowstream_only(path, leaves, "embeddings")
-            return QuantEmbedding(module, scheme, dtype)
+            if get(layout).rows is None:
+                raise UnsupportedError(f"{path}.weight is stored in layout {layout}, which holds no embeddings")
+            return QuantEmbedding(module, scheme, dtype, layout)
         if is_linear(module) or type(module) is Conv1D:
             N, K = _dense_shape(skeleton, f"{path}.weight")
             linear = QuantLinear(N, K, scheme, module.bias is not None, dtype, "meta", stored_in=layout)
             linear.weight_table = blank_table(scheme, "meta", tables.get((path, "weight"), 1))
             return linear
     raise UnsupportedError(f"{path}.{min(leaves)} is packed, but lowq cannot compute with a packed {type(module).__name__}")
-
-
-def _rowstream_only(path: str, leaves: dict[str, Stored], what: str) -> None:
-    """Raise UnsupportedError if the weight of a module that reads rows is in another layout than rowstream."""
-    for leaf, how in leaves.items():
-        if how.layout != DISK:
-            raise UnsupportedError(f"{path}.{leaf} is stored in layout {how.layout}; lowq reads {what} in {DISK}")
 
 
 def _share_tied(model: PreTrainedModel, skeleton: Skeleton) -> None:
@@ -282,7 +278,7 @@ def saved_config(model: PreTrainedModel) -> dict[str, Any]:
             for stack, scheme in module.schemes.items():
                 schemes |= dict.fromkeys(skeleton.saved_names(f"{path}.{stack}", module.shapes[stack][:2]), scheme)
         elif isinstance(module, QuantLinear | QuantEmbedding | JoinedRows) and not isinstance(module, TiedHead):
-            shape = (module.weight.shape[0],) if isinstance(module, QuantEmbedding) else (module.out_features,)
+            shape = (module.num_embeddings,) if isinstance(module, QuantEmbedding) else (module.out_features,)
             schemes |= dict.fromkeys(skeleton.saved_names(f"{path}.weight", shape), module.scheme)
     packed = {n.removesuffix(WEIGHT): s for n, s in schemes.items()}
     dense = {n: p.shape[:-1] for n, p in model.named_parameters() if p.dim() > 1 and p.is_floating_point()}

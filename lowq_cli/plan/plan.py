@@ -9,7 +9,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -255,7 +255,8 @@ def _unusual(recipe: Recipe) -> list[str]:
     parts = [] if r.method == "auto" else [r.method]
     parts += {"float": [], "none": ["sym"]}.get(r.zero, [r.zero])
     parts += [] if r.lm_head == "auto" else [f"head{16 if r.lm_head == 'keep' else r.lm_head}"]
-    parts += [] if r.embedding == "keep" else [f"emb{r.embedding}"]
+    if r.embedding != "auto" and r.embedding != replace(r, embedding="auto").tied:
+        parts += [f"emb{16 if r.embedding == 'keep' else r.embedding}"]
     parts += [] if r.vision == "keep" else [f"vis{r.vision}"]
     parts += [] if r.act == "none" else [r.act]
     parts += ["rot"] * r.rotate

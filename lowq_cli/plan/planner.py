@@ -62,6 +62,9 @@ def make_plan(source: Source, recipe: Recipe, shard_size: int = SHARD_SIZE) -> P
     candidates = candidates_of(source, role_of)
     _check_parts(recipe, {c.kind for c in candidates}, source)
     requests = _requests(recipe, candidates)
+    table = _tied_table(source, candidates) if recipe.embedding == "auto" and recipe.tied != "keep" else None
+    if table and not requests[table.name].by_name:
+        requests[table.name] = Request(recipe.tied)
     head, stored_head = _tied_head(source, role_of, recipe, requests, candidates)
     if head and (decision := _decide(head, recipe, Request(recipe.head))).scheme is None:
         notes.append(f"the output head stays the embedding: {decision.note}")
@@ -115,7 +118,8 @@ def _requests(recipe: Recipe, candidates: list[Candidate]) -> dict[str, Request]
     owners: dict[str, list[str]] = defaultdict(list)  # a pattern may name the matrix, or the source tensor that holds it
     for c in candidates:
         default: int | Keep = "keep" if c.kind in ASKED_FOR_BY_NAME else recipe.bits
-        of_kind = {"head": recipe.head, "embedding": recipe.embedding, "vision": recipe.vision}
+        table = "keep" if recipe.embedding == "auto" else recipe.embedding
+        of_kind: dict[str, int | Keep] = {"head": recipe.head, "embedding": table, "vision": recipe.vision}
         requests[c.name] = Request(of_kind.get(c.kind, default))
         for name in dict.fromkeys((c.name, c.source.removesuffix(".weight"))):
             owners[name].append(c.name)
@@ -130,7 +134,7 @@ def _check_parts(recipe: Recipe, kinds: Collection[str], source: Source) -> None
     """Raise UsageError if the recipe quantizes a part of the model by its name, and the model has none."""
     for name, part in (("embedding", "input embedding"), ("vision", "vision tower")):
         bits = getattr(recipe, name)
-        if bits != "keep" and name not in kinds:
+        if bits not in ("keep", "auto") and name not in kinds:
             raise UsageError(f"{name} {bits}: {source.name} has no {part} to quantize; leave --{name} out")
 
 
@@ -170,6 +174,13 @@ def _check_targets(candidates: list[Candidate], decisions: Mapping[str, Decision
             raise SchemeError(
                 f"{other.name} ({a}) and {c.name} ({b}) are one parameter of the model; give both the same bits and group"
             )
+
+
+def _tied_table(source: Source, candidates: list[Candidate]) -> Candidate | None:
+    """The embedding that is also the output head, if there is one."""
+    if any(c.kind == "head" for c in candidates) or _why_not_head(source):
+        return None
+    return next((c for c in candidates if c.kind == "embedding"), None)
 
 
 def _tied_head(
@@ -256,7 +267,7 @@ def _layout(c: Candidate, scheme: Scheme, recipe: Recipe, shared: Collection[str
     step = stored(layout).row_step
     if layout == DISK:
         return layout, ""
-    if c.kind in ("embedding", "expert") or c.target in shared:
+    if c.kind == "expert" or c.target in shared or (c.kind == "embedding" and stored(layout).rows is None):
         return DISK, f"stored in {DISK}: {layout} is only for separate linear layers"
     why = stored(layout).why_not(scheme, *c.shape) or (f"N={c.shape[0]} is not a multiple of {step}" * bool(c.shape[0] % step))
     return (DISK, f"stored in {DISK}: {why}") if why else (layout, "")

@@ -39,6 +39,10 @@ NOT_CALIBRATED = ("head", "embedding", "router", "vision", "projector", "audio")
 # head: in an 8B model 1.05 GB in fp16, next to 3.7 GB of 4-bit layers or 2 GB of 2-bit layers. A tied head is kept: it is the
 # embedding, and a separate quantized copy would make the model larger.
 HEAD_BITS = {2: 4, 4: 8}
+# Bits of an embedding that is also the head, in the layout cpu, where both are one packed table. With 4-bit layers they change
+# the KL divergence by 0.0002 or less (benchmarks/notes/accuracy.md), and a step of a 1B takes 59 ms of a core instead of 84
+# (benchmarks/notes/cpu.md). Other layouts keep it: look-ups in a packed table have not been timed on a GPU.
+TIED_BITS = 8
 EXAMPLE = {"max_kl": "0.02 nats per token", "max_ppl": "1%", "tokens_per_s": "30"}
 BUDGETS = ("bpw", "size", "max_kl", "max_ppl")  # fields that replace `bits`
 LAYOUTS = ("auto", "rowstream", "tile", "cpu")  # layouts that files can have
@@ -57,9 +61,10 @@ class Recipe:
         method: a file of `quantizers`, or "auto": the best measured method of each width.
         zero: kind of zero.
         layout: order of the words in the files; "auto" = rowstream, which every device repacks while loading; CUDA kernels read
-            "tile" and CPU kernels read "cpu" without repacking (embeddings, experts and odd row counts stay rowstream).
+            "tile" and CPU kernels read "cpu" without repacking (experts, odd row counts and in "tile" embeddings are not).
         lm_head: bits of the output head, or "keep"; "auto" is 8 with layers of 4 and 3 bits, 4 with fewer; a tied head is kept.
-        embedding: bits of the input embedding, or "keep"; a tied embedding is also the head.
+        embedding: bits of the input embedding, or "keep"; a tied embedding is also the head. "auto" is 8 for a tied one in the
+            layout "cpu" with layers of 4 bits or fewer and lm_head "auto", otherwise "keep".
         vision: bits of the linears of the vision tower, or "keep"; the projector of its features is always kept.
         dtype: dtype of scales, zeros and kept tensors; "source" = the model's.
         calib: text (.txt, .jsonl or a folder of them) that calibrated methods read; "self" = text that the model generates;
@@ -93,7 +98,7 @@ class Recipe:
     zero: ZeroKind = "float"
     layout: str = "auto"
     lm_head: int | Keep | Literal["auto"] = "auto"
-    embedding: int | Keep = "keep"
+    embedding: int | Keep | Literal["auto"] = "auto"
     vision: int | Keep = "keep"
     dtype: Dtype = "source"
     calib: str | None = None
@@ -137,7 +142,7 @@ class Recipe:
         if self.lm_head not in ("keep", "auto"):
             values.check_bits(self.lm_head, "lm_head")
         for name, choice in (("embedding", self.embedding), ("vision", self.vision)):
-            if choice != "keep":
+            if choice not in ("keep", "auto"):
                 values.check_bits(choice, name)
         if self.in_blocks and self.act == "int8":
             raise UsageError("fp8 weights take activations in fp8 or as they are; --act int8 needs --format lowq")
@@ -152,6 +157,14 @@ class Recipe:
         if self.lm_head != "auto":
             return self.lm_head
         return "keep" if self.in_blocks else next((head for most, head in HEAD_BITS.items() if self.bits <= most), "keep")
+
+    @property
+    def tied(self) -> int | Keep:
+        """Bits of an embedding that is also the head."""
+        if self.embedding != "auto":
+            return self.embedding
+        chosen = self.layout == "cpu" and self.lm_head == "auto" and self.head != "keep"
+        return TIED_BITS if chosen else "keep"
 
     @property
     def tokens(self) -> int:
@@ -269,7 +282,7 @@ def as_published(recipe: Recipe, stored_as: str) -> tuple[Recipe, list[str]]:
     experts keep their values (rounding reproduces each one), and the weights published in 16 bits get 8 bits: q, k, v, o and
     the head, which take 0.7 of the 2.0 ms of a step at batch 1.
     """
-    free = replace(recipe, dtype="source", layout="auto", lm_head="auto", embedding="keep", skip=())
+    free = replace(recipe, dtype="source", layout="auto", lm_head="auto", embedding="auto", skip=())
     if stored_as != "mxfp4" or free != Recipe():
         return recipe, []
     exact = replace(recipe, format="mxfp4", overrides=(Override("self_attn.*", 8),))

@@ -90,7 +90,8 @@ class Layout:
     Layouts that only differ from rowstream by a cheap move set `from_rowstream`, which skips the one-byte-per-code detour.
     Layouts that files may hold say the `shapes` of words and of scales (and zeros) for a scheme, N and K; in files N is a
     multiple of `row_step`, and rows are packed in slabs of so many. `device`: the only kind of device that can pack it.
-    `words`: the dtype of words.
+    `words`: the dtype of words. `rows(weight, numbers)` returns codes (n, K), scales and zeros (n, groups) of the rows
+    (n,) int64, without waiting for the device; layouts without it hold no embeddings.
     """
 
     name: str
@@ -102,6 +103,7 @@ class Layout:
     row_step: int = 1
     device: str | None = None
     words: str = "int32"
+    rows: Callable[[PackedWeight, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] | None = None
 
 
 LAYOUTS: dict[str, Layout] = {}

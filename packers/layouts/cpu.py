@@ -97,9 +97,15 @@ def _unpack(p: PackedWeight) -> QuantizedTensor:
     return QuantizedTensor.of(s, codes, _rows(p.scales, p.N), zeros, p.table)
 
 
+def _take(p: PackedWeight, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    tile, row = at // ROWS, at % ROWS
+    words = p.words.reshape(p.words.shape[0], -1, ROWS)[tile, :, row]
+    return _row_codes(words, p.scheme.bits, p.K), p.scales[tile, :, row], None if p.zeros is None else p.zeros[tile, :, row]
+
+
 def _shapes(scheme: Scheme, N: int, K: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
     T = -(-N // ROWS)
     return (T, chunks(K) * scheme.bits * ROWS), (T, scheme.groups(K), ROWS)
 
 
-register(Layout("cpu", _pack, _unpack, _why_not, _from_rowstream, _shapes, ROWS))
+register(Layout("cpu", _pack, _unpack, _why_not, _from_rowstream, _shapes, ROWS, rows=_take))

@@ -46,6 +46,21 @@ def test_unpack_inverts_pack(layout, bits, zero, shape):
     assert torch.equal(through_disk.scales, p.scales)
 
 
+@pytest.mark.parametrize("layout", [name for name, layout in LAYOUTS.items() if layout.rows])
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("zero", ["float", "int", "none"])
+def test_rows_are_those_of_the_whole(layout, bits, zero):
+    """Rows in any order and more than once, at both ends of tiles."""
+    at = torch.tensor([36, 0, 15, 16, 0, 31, 36])
+    for N, K, group in [(37, 64, 32), (37, 96, 96)]:
+        q = random_q(N, K, group, bits, zero)
+        codes, scales, zeros = LAYOUTS[layout].rows(pack(q, layout), at)
+        assert torch.equal(codes, q.W_q[at])
+        assert torch.equal(scales, q.scales[at])
+        assert (zeros is None) == (zero == "none")
+        assert zeros is None or torch.equal(zeros, q.zeros[at])
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_flipped_code_changes_the_words(layout):
     q = random_q(64, 128, 64, 4)
