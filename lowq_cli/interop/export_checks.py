@@ -12,7 +12,7 @@ from typing import Any
 
 from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor
 from lowq_cli.files.family_tensors import extra_prefixes
-from lowq_cli.files.safetensors_io import TensorHeader
+from lowq_cli.files.safetensors_io import FLOATS, TensorHeader
 from lowq_cli.files.source import Source
 from lowq_cli.plan import targets
 from lowq_cli.plan.plan import Plan
@@ -30,13 +30,16 @@ TRANSPOSED = ("gpt2", "openai-gpt")  # families that store (K, N), which no othe
 
 def as_held(checkpoint: Checkpoint, fmt: Format) -> Checkpoint:
     """The checkpoint as the format's readers support it: perhaps without heads that predict further tokens, and with the vision
-    tower unpacked."""
+    tower or the embedding unpacked."""
     prefixes = () if WRITTEN[fmt.name].extra else extra_prefixes(checkpoint.config, checkpoint.source.headers)
     tensors = tuple(t for t in checkpoint.tensors if not prefixes or not t.name.startswith(prefixes))
     towers = {t for t in tensors if TOWERS.search(t.name)}
     if WRITTEN[fmt.name].towers(checkpoint.config) and any(t.scheme for t in tensors if t not in towers):
         dtype = next((t.dtype for t in tensors if t in towers and not t.scheme), "BF16")  # of its norms: the model's
         tensors = tuple(_unpacked(t, dtype) if t in towers and t.scheme else t for t in tensors)
+    if not WRITTEN[fmt.name].embeddings:
+        dtype = next((t.dtype for t in tensors if not t.scheme and t.dtype in FLOATS), "BF16")  # of its norms
+        tensors = tuple(_unpacked(t, dtype) if t.scheme and t.name.endswith(GATHERED) else t for t in tensors)
     return replace(checkpoint, tensors=tensors)
 
 
@@ -56,8 +59,6 @@ def check(checkpoint: Checkpoint, fmt: Format) -> None:
         if t.scheme is None:
             continue
         reason = _with_a_group_that_fits(t, fmt)
-        if t.name.endswith(GATHERED) and not WRITTEN[fmt.name].embeddings:
-            reason = f"{fmt.title} holds no packed embedding; nearest: quantize with --override '{t.name}=keep'"
         if ".experts." in t.name and not WRITTEN[fmt.name].experts and not fmt.stack(t.name, family):
             reason = f"lowq does not know how {fmt.title} holds the experts of {family}; nearest: --to compressed-tensors"
         if reason:

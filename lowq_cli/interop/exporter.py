@@ -28,6 +28,7 @@ from lowq_cli.plan import gguf_types, targets
 from lowq_cli.state import as_argument, remember_export, source_of, user_path, was_exported, writing
 from lowq_cli.workers import in_order, threads
 from lowq_packers import formats
+from lowq_packers.arch.towers import TOWERS
 from lowq_packers.errors import LowqError, UnsupportedError, UsageError
 from lowq_packers.formats import EXPORTED, Config, Format, Tensors
 from lowq_packers.layouts import DISK, PackedWeight, unpack
@@ -165,10 +166,12 @@ def _left_out(whole: Checkpoint, stored: Checkpoint, fmt: Format) -> list[str]:
     notes, count = list[str](), len(whole.tensors) - len(stored.tensors)
     if count:
         notes.append(f"{count} tensors of heads that predict further tokens are left out: {fmt.title} has no place for them")
-    if unpacked := [t for t in stored.tensors if t.packed is not None]:
-        why = WRITTEN[fmt.name].towers(stored.config)
-        weights, dtype = len(unpacked), unpacked[0].dtype
-        notes.append(f"{weights} quantized weights of the vision tower are written unpacked, as {dtype}: {why}")
+    unpacked = [t for t in stored.tensors if t.packed is not None]
+    tables = [t for t in unpacked if not TOWERS.search(t.name)]
+    if towers := len(unpacked) - len(tables):
+        why, dtype = WRITTEN[fmt.name].towers(stored.config), unpacked[0].dtype
+        notes.append(f"{towers} quantized weights of the vision tower are written unpacked, as {dtype}: {why}")
+    notes += [f"{t.name} is written unpacked, as {t.dtype}: {fmt.title} holds no packed embedding" for t in tables]
     return notes
 
 

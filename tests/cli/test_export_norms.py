@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import lowq
 from lowq_cli.interop.exporter import export
+from lowq_cli.run.pipeline import quantize
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 IDS = torch.arange(3, 43).reshape(2, 20)
@@ -58,3 +59,18 @@ def test_learnt_values_are_exported(bf16_checkpoints, tmp_path, to, schemes):
 @pytest.mark.parametrize("to", ["gguf", "humming"])
 def test_learnt_values_are_exported_from_the_demo(demo4, tmp_path, to):
     check(demo4, to, tmp_path)
+
+
+@pytest.mark.parametrize("layout", ["rowstream", "cpu"])
+@pytest.mark.parametrize("family", ["llama", "llama-tied"])
+@pytest.mark.parametrize(("to", "schemes"), CASES, ids=lambda v: v if isinstance(v, str) else "")
+def test_a_packed_embedding_is_exported(family_checkpoints, tmp_path, to, schemes, family, layout):
+    """As it is, or unpacked where the format has no place for it."""
+    dense, scheme = family_checkpoints(family, "bfloat16").dense, next(iter(schemes.values()))
+    how = {"bits": scheme.bits, "group": scheme.group_size, "zero": scheme.zero, "method": "rtn", "lm_head": "keep"}
+    quantize(dense, tmp_path / "packed", embedding=8 if to == "mlx" else 4, layout=layout, **how)
+    done = export(tmp_path / "packed", to, tmp_path / "out")
+    said = [note for note in done.notes if "embed_tokens.weight is written unpacked, as BF16" in note]
+    assert bool(said) == (to != "mlx")
+    assert differ(logits(done.out), logits(tmp_path / "packed")) < 1e-2
+    assert differ(logits(dense), logits(tmp_path / "packed")) > 2e-2
