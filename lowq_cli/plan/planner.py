@@ -177,8 +177,9 @@ def _check_targets(candidates: list[Candidate], decisions: Mapping[str, Decision
 
 
 def _tied_table(source: Source, candidates: list[Candidate]) -> Candidate | None:
-    """The embedding that is also the output head, if there is one."""
-    if any(c.kind == "head" for c in candidates) or _why_not_head(source):
+    """The embedding that is also the output head, if there is one and products with it can be packed."""
+    has_bias = any(name.endswith("lm_head.bias") for name in source.headers)  # a packed tied head takes none
+    if has_bias or any(c.kind == "head" for c in candidates) or _why_not_head(source):
         return None
     return next((c for c in candidates if c.kind == "embedding"), None)
 
