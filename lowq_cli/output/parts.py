@@ -49,6 +49,7 @@ class Parts:
         self._found: list[Part] = []
         self.thinking = False  # whether thoughts are being written
         self._surplus = self.mute = False  # mute: text is dropped
+        self._blank = ""  # white space that was read and may precede a call
 
     def take(self) -> list[Part]:
         """The parts added since the last call."""
@@ -57,17 +58,35 @@ class Parts:
 
     def thought(self, text: str) -> None:
         """Add text to the thoughts."""
+        self.flush()
         self._add("thought", text)
 
     def text(self, text: str) -> None:
-        """Add text to the answer."""
+        """Add text to the answer. White space at its end is kept back: before a call it is the template's, not the answer's."""
+        if self.mute:
+            return
+        text = self._blank + text
+        seen = text.rstrip() if self.offered.functions else text
+        self._blank = text[len(seen) :]
+        self._add("text", seen)
+
+    def flush(self) -> None:
+        """Add the white space that was kept back."""
         if not self.mute:
-            self._add("text", text)
+            self._add("text", self._blank)
+        self._blank = ""
+
+    def end(self) -> None:
+        """The answer has ended: white space after its calls is dropped."""
+        if self.calls:
+            self._blank = ""
+        self.flush()
 
     def call(self, name: str, id_: str = "") -> bool:
         """Begin a call; returns False if the function is not offered. If only one call is allowed, further ones are dropped."""
         if name not in self.offered.functions:
             return False
+        self._blank = ""
         self.function, self._surplus = name, bool(self.calls) and not self.offered.several
         if not self._surplus:
             self._found.append(Part("call", name, self.calls, id_ or f"call_{uuid.uuid4().hex[:24]}"))

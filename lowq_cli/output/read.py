@@ -42,6 +42,8 @@ class Reader:
         if ended and cut and self.offered.forced:
             self.out.mute = True  # the rest is an incomplete call
         next(self._run, None)
+        if ended:
+            self.out.end()
         if self.out.mute and not self.out.calls and self.offered.only:
             self.out.call(self.offered.only)
         return self.out.take()

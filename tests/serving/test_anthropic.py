@@ -40,7 +40,7 @@ def facts(message):
 
 
 def test_thoughts_text_and_calls_are_blocks_whole_and_as_they_come():
-    expected = [("thinking", "hm"), ("text", "I look.\n"), ("tool_use", "weather", {"town": "Ulm"})], "tool_use"
+    expected = [("thinking", "hm"), ("text", "I look."), ("tool_use", "weather", {"town": "Ulm"})], "tool_use"
     whole = created(Heard(CALL), tools=[TOOL])
     assert facts(whole) == expected
     kinds, last = streamed(Heard(CALL), tools=[TOOL])
