@@ -44,12 +44,16 @@ def begin(model: str) -> None:
                 _started.append(_Worker())
 
 
+class TemplateRefusal(DamagedError):
+    """A chat template failed on these messages; it may take them in another order."""
+
+
 def render(
     template: str, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, named: Mapping[str, Any], **more: Any
 ) -> str:
     """The text of a conversation. named: the special tokens that templates may write; more: further template variables.
 
-    Raises DamagedError where the template fails, loops on, or writes without end.
+    Raises TemplateRefusal where the template fails, DamagedError where it loops on or writes without end.
     """
     facts = {"chat_template": template, "add_generation_prompt": add_generation_prompt, **named, **more}
     line = json.dumps({"conversations": [list(messages)], **facts}, default=str).encode() + b"\n"
@@ -71,7 +75,7 @@ def render(
             raise DamagedError(f"the model's chat template takes more than {SECONDS:g} s or {BYTES >> 20} MB; it is not used")
     answer = json.loads(reply)
     if "error" in answer:
-        raise DamagedError(f"the model's chat template cannot write this conversation: {answer['error']}")
+        raise TemplateRefusal(f"the model's chat template cannot write this conversation: {answer['error']}")
     return str(answer["text"])
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from lowq_cli.engine.tokenizer import LoadedTokenizer
 from lowq_cli.output.syntaxes import Syntax, switches
 from lowq_cli.serving.http.fields import Params, items, shown, table, text
+from lowq_cli.serving.http.message_order import rendered
 from lowq_cli.serving.http.refusal import Refusal, wrong
 from lowq_packers.errors import LowqError, UnsupportedError, is_no_refusal, one_line
 
@@ -41,8 +42,15 @@ def prompt_text(tokenizer: LoadedTokenizer, params: Params, tools: list[dict[str
         if "tools" not in template:
             raise wrong("tools", "this model's chat template has no place for them")
         more["tools"] = tools
+
+    def render(messages: list[dict[str, Any]]) -> str:
+        text: str = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False, return_dict=False, **more
+        )
+        return text
+
     try:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, return_dict=False, **more)
+        text = rendered(messages, render)
     except LowqError as e:
         raise Refusal(400, one_line(e), param="messages") from e
     except Exception as e:  # templates are third-party code and may raise anything: blamed on the messages
