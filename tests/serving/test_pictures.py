@@ -443,8 +443,8 @@ def test_pictures_that_do_not_fit_their_text_are_refused_in_one_line(seeing):
         ([of_system, message(a)], "the chat template writes 1 of the 2 pictures"),
         ([of_system, typed], r"leave <\|image_pad\|> out"),  # as many places as pictures, and yet another place
         ([message(a), typed], r"leave <\|image_pad\|> out"),
-        ([message(*[a] * 8)], "the context ends at 256"),
-        ([message(a, text="word " * 240)], "the context ends at 256"),
+        ([message(*[a] * 8)], "maximum context length is 256"),
+        ([message(a, text="word " * 240)], "maximum context length is 256"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": PLAIN}]}], "not a PNG, JPEG, WebP or GIF"),
     ]
     for messages, why in wrong:

@@ -94,8 +94,7 @@ async def prompts_of(
     texts = [str(params.get("messages"))] if params.chat else [p for p in params.get("prompt") if isinstance(p, str)]
     characters = max(map(len, texts), default=0)
     if characters > model.most_characters:
-        line = f"the prompt's {characters} characters are more than {model.engine.limits.longest} tokens; shorten it"
-        raise Refusal(400, line, param="messages" if params.chat else "prompt", code="context_length_exceeded")
+        raise too_long(f"{characters} characters", model, "messages" if params.chat else "prompt")
 
     def work() -> tuple[list[list[int]], tools.Place]:
         if params.chat:
@@ -124,11 +123,24 @@ def check_lengths(model: ServedModel, prompts: Sequence[Sequence[int]], param: s
     longest = model.engine.limits.longest
     for prompt in prompts:
         if len(prompt) >= longest:
-            line = f"the prompt has {len(prompt)} tokens and the context ends at {longest}; shorten the prompt"
-            bounded = model.engine.limits.cache_tokens <= longest
-            line += ", or give the server more room (--cache-tokens)" if bounded else ""
-            raise Refusal(400, line, param=param, code="context_length_exceeded")
+            raise too_long(f"{len(prompt)} tokens", model, param)
         check_ids(prompt, model.engine.vocabulary)
+
+
+def too_long(size: str, model: ServedModel, param: str) -> Refusal:
+    """The refusal of a prompt of this size in the words and with the code by which clients know that they have to shorten it.
+
+    Claude Code looks for "prompt is too long: N tokens > M", opencode for that or the code, Codex for the code, and litellm
+    (which aider uses) for "this model's maximum context length is". Without them, an agent gives up instead of compacting.
+    """
+    limits = model.engine.limits
+    line = (
+        f"prompt is too long: {size} > {limits.longest} tokens; this model's maximum context length is {limits.longest} tokens"
+    )
+    line += "; shorten the prompt" + (
+        ", or give the server more room (--cache-tokens)" if limits.cache_tokens <= limits.longest else ""
+    )
+    return Refusal(400, line, param=param, code="context_length_exceeded")
 
 
 def _echo(model: ServedModel, params: fields.Params, i: int, ids: tuple[int, ...]) -> str:
