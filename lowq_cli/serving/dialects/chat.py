@@ -24,7 +24,7 @@ class Chat:
         """As OpenAI says it."""
         return why.body
 
-    def failed(self, why: Refusal) -> bytes:
+    def failed(self, why: Refusal, answer: Answer) -> bytes:
         """The last event of a stream that ends with an error."""
         return event(why.body)
 

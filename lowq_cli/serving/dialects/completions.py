@@ -26,7 +26,7 @@ class Completions:
         """As OpenAI says it."""
         return why.body
 
-    def failed(self, why: Refusal) -> bytes:
+    def failed(self, why: Refusal, answer: Answer) -> bytes:
         """The last event of a stream that ends with an error."""
         return event(why.body)
 

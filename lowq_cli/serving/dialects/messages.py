@@ -47,7 +47,7 @@ class Messages:
         kind = TYPES.get(why.status, "invalid_request_error" if why.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": why.message}}
 
-    def failed(self, why: Refusal) -> bytes:
+    def failed(self, why: Refusal, answer: Answer) -> bytes:
         """The last event of a stream that ends with an error."""
         return event(self.refused(why), "error")
 

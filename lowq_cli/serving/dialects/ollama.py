@@ -71,7 +71,7 @@ class Ollama:
         """As ollama says it."""
         return {"error": why.message}
 
-    def failed(self, why: Refusal) -> bytes:
+    def failed(self, why: Refusal, answer: Answer) -> bytes:
         """The last line of a stream that ends with an error."""
         return encoded(self.refused(why)) + b"\n"
 

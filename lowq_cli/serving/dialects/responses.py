@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from lowq_cli.serving.dialects.blocks import Block, blocks, whole_blocks
+from lowq_cli.serving.dialects.response_tools import Offers, name_of, offered, unwritten, written
 from lowq_cli.serving.http import fields
 from lowq_cli.serving.http.answers import Answer, event
 from lowq_cli.serving.http.fields import items, maybe_items, shown, table, text
@@ -15,7 +16,7 @@ from lowq_cli.serving.http.refusal import Refusal, wrong
 KEPT, KEPT_CHARACTERS = 1024, 64 << 20  # max. kept responses, and characters of their conversations
 SAME = ("model", "stream", "temperature", "top_p", "top_logprobs", "parallel_tool_calls", "user", "metadata", "store")
 HINTS = ("service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
-HARMLESS = ("include", "truncation", "max_tool_calls", "background", "stream_options", "context_management")
+HARMLESS = ("include", "truncation", "max_tool_calls", "background", "stream_options", "context_management", "client_metadata")
 OWN = {
     "input",
     "instructions",
@@ -47,13 +48,13 @@ class Responses:
         if body.get("background"):
             raise wrong("background", "is not supported; leave it out")
         chat: dict[str, Any] = {name: body[name] for name in (*SAME, *HINTS) if name in body}
-        messages = self._before(body.get("previous_response_id")) + _messages(body.get("input"))
+        offers = offered(body.get("tools"))
+        messages = self._before(body.get("previous_response_id")) + _messages(body.get("input"), offers)
         instructions = body.get("instructions")
         chat["messages"] = [*([{"role": "system", "content": instructions}] if instructions else []), *messages]
         if body.get("max_output_tokens") is not None:
             chat["max_tokens"] = body["max_output_tokens"]
-        given = maybe_items("tools", body.get("tools") or [])
-        chat["tools"] = [_tool(f"tools[{i}]", t) for i, t in enumerate(given) if _own(t)]
+        chat["tools"] = [offer.tool for offer in offers.values()]
         if chat["tools"] and body.get("tool_choice") is not None:
             chat["tool_choice"] = _choice(body["tool_choice"])
         chat |= _form(body.get("text")) | ({"logprobs": True} if body.get("top_logprobs") else {})
@@ -61,15 +62,17 @@ class Responses:
         chat |= {"reasoning_effort": effort} if effort else {}
         rest = {name: v for name, v in body.items() if name not in OWN and name not in (*SAME, *HARMLESS, "conversation")}
         request = fields.read(chat | rest, chat=True)
-        return replace(request, dialect={**body, "messages": messages})
+        return replace(request, dialect={**body, "messages": messages, "offers": offers})
 
     def refused(self, why: Refusal) -> dict[str, Any]:
         """As OpenAI says it."""
         return why.body
 
-    def failed(self, why: Refusal) -> bytes:
-        """The last event of a stream that ends with an error."""
-        return event({"type": "error", "code": why.code or why.type, "message": why.message, "param": why.param}, "error")
+    def failed(self, why: Refusal, answer: Answer) -> bytes:
+        """The last event of a stream that ends with an error. Codex ignores the event "error" and would ask again and again."""
+        error = {"code": why.code or why.type, "message": why.message}
+        response = _response(answer, [], "failed") | {"error": error}
+        return event({"type": "response.failed", "sequence_number": answer.events, "response": response}, "response.failed")
 
     async def whole(self, answer: Answer) -> dict[str, Any]:
         """The answer as one object."""
@@ -79,12 +82,10 @@ class Responses:
 
     async def chunks(self, answer: Answer) -> AsyncIterator[bytes]:
         """The answer as server-sent events."""
-        number = 0
 
         def named(kind: str, **more: Any) -> bytes:
-            nonlocal number
-            number += 1
-            return event({"type": f"response.{kind}", "sequence_number": number - 1, **more}, f"response.{kind}")
+            answer.events += 1
+            return event({"type": f"response.{kind}", "sequence_number": answer.events - 1, **more}, f"response.{kind}")
 
         for kind in ("created", "in_progress"):
             yield named(kind, response=_response(answer, [], "in_progress"))
@@ -92,7 +93,8 @@ class Responses:
         async for block, change, more in blocks(answer):
             at = {"item_id": _id(answer, block), "output_index": block.number}
             place = at | ({} if block.kind == "call" else {"content_index": 0})
-            name, key = NAMES[block.kind]
+            custom = block.kind == "call" and answer.params.dialect["offers"][block.name].custom
+            name, key = NAMES["custom" if custom else block.kind]
             if change == "begun":
                 item = _item(answer, block, "in_progress")
                 yield named(
@@ -102,11 +104,14 @@ class Responses:
                 )
                 if block.kind == "text":
                     yield named("content_part.added", **place, part=_text_part(""))
-            elif change == "more":
+            elif change == "more" and not custom:
                 yield named(f"{name}.delta", **place, delta=more, **({"logprobs": []} if block.kind == "text" else {}))
-            else:
+            elif change == "ended":
                 done.append(block)
-                yield named(f"{name}.done", **place, **{key: block.text}, **_named(block))
+                text = written(block.arguments) if custom else block.text
+                if custom:  # its text lies in JSON, and is known at the end
+                    yield named(f"{name}.delta", **place, delta=text)
+                yield named(f"{name}.done", **place, **{key: text}, **({} if custom else _named(answer, block)))
                 if block.kind == "text":
                     yield named("content_part.done", **place, part=_text_part(block.text))
                 yield named("output_item.done", output_index=block.number, item=_item(answer, block, "completed"))
@@ -144,12 +149,13 @@ NAMES = {
     "text": ("output_text", "text"),
     "thought": ("reasoning_text", "text"),
     "call": ("function_call_arguments", "arguments"),
+    "custom": ("custom_tool_call_input", "input"),
 }
 PREFIXES = {"text": "msg", "thought": "rs", "call": "fc"}
 
 
-def _messages(given: Any) -> Messages:
-    """The items of an input as messages of a chat; calls become part of the assistant message before them."""
+def _messages(given: Any, offers: Offers) -> Messages:
+    """The items of an input as messages of a chat; what the assistant thought, said and called in a row is one message."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: Messages = []
@@ -160,27 +166,35 @@ def _messages(given: Any) -> Messages:
             content = item.get("content")
             role = item.get("role")
             parts = _parts(f"{where}.content", content)
-            if role == "assistant" and messages and messages[-1]["role"] == "assistant" and "content" not in messages[-1]:
-                messages[-1]["content"] = parts  # the message began with its thoughts
+            if role == "assistant" and messages and messages[-1]["role"] == "assistant":
+                messages[-1]["content"] = _joined(messages[-1].get("content"), parts)
             else:
                 messages.append({"role": role, "content": parts})
-        elif kind == "function_call_output":
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             output = _parts(f"{where}.output", item.get("output"))
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
-        elif kind in ("function_call", "reasoning"):
+        elif kind in ("function_call", "custom_tool_call", "reasoning"):
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant"})
-            if kind == "function_call":
-                call = _call(item.get("call_id"), item.get("name"), item.get("arguments"))
+            if kind != "reasoning":
+                arguments = item.get("arguments") if kind == "function_call" else unwritten(item.get("input"))
+                call = _call(item.get("call_id"), name_of(item, offers), arguments)
                 messages[-1].setdefault("tool_calls", []).append(call)
             else:
-                messages[-1]["reasoning_content"] = "".join(
+                messages[-1]["reasoning_content"] = messages[-1].get("reasoning_content", "") + "".join(
                     text(f"{where}.content", table(f"{where}.content", p).get("text"))
                     for p in maybe_items(f"{where}.content", item.get("content") or [])
                 )
         else:
             raise wrong(f"{where}.type", f"{shown(kind)} is not supported")
     return messages
+
+
+def _joined(before: Any, parts: Any) -> Any:
+    """The content of an assistant's message with that of the next one."""
+    if before is None:
+        return parts
+    return [p for c in (before, parts) for p in ([{"type": "text", "text": c}] if isinstance(c, str) else c)]
 
 
 def _parts(where: str, given: Any) -> Any:
@@ -203,21 +217,10 @@ def _call(id_: Any, name: Any, arguments: Any) -> dict[str, Any]:
     return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _own(tool: Any) -> bool:
-    """Whether the client runs this tool; tools of OpenAI's servers do not exist here and are not offered to the model."""
-    return not isinstance(tool, dict) or tool.get("type") == "function"
-
-
-def _tool(name: str, given: Any) -> dict[str, Any]:
-    tool = table(name, given)
-    function = {k: tool[k] for k in ("name", "description", "parameters") if tool.get(k) is not None}
-    return {"type": "function", "function": function}
-
-
 def _choice(given: Any) -> Any:
     if not isinstance(given, dict):
         return given
-    if given.get("type") == "function":
+    if given.get("type") in ("function", "custom"):
         return {"type": "function", "function": {"name": given.get("name")}}
     if given.get("type") == "allowed_tools" and given.get("mode") in ("auto", "required"):
         return given["mode"]
@@ -241,8 +244,14 @@ def _text_part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def _named(block: Block) -> dict[str, Any]:
-    return {"name": block.name} if block.kind == "call" else {"logprobs": []} if block.kind == "text" else {}
+def _named(answer: Answer, block: Block) -> dict[str, Any]:
+    return (
+        {"name": answer.params.dialect["offers"][block.name].name}
+        if block.kind == "call"
+        else {"logprobs": []}
+        if block.kind == "text"
+        else {}
+    )
 
 
 def _item(answer: Answer, block: Block, status: str) -> dict[str, Any]:
@@ -251,7 +260,11 @@ def _item(answer: Answer, block: Block, status: str) -> dict[str, Any]:
         return item | {"type": "message", "role": "assistant", "content": [_text_part(block.text)]}
     if block.kind == "thought":
         return item | {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": block.text}]}
-    return item | {"type": "function_call", "call_id": block.id, "name": block.name, "arguments": block.text}
+    offer = answer.params.dialect["offers"][block.name]
+    named = {"call_id": block.id, "name": offer.name} | ({"namespace": offer.namespace} if offer.namespace else {})
+    if offer.custom:
+        return item | {"type": "custom_tool_call", **named, "input": written(block.arguments)}
+    return item | {"type": "function_call", **named, "arguments": block.text}
 
 
 def _response(answer: Answer, output: list[dict[str, Any]], status: str = "") -> dict[str, Any]:

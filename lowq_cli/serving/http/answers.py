@@ -50,6 +50,7 @@ class Answer:
         echoes: the echoed prompt at the start of each choice's text, or "". echoed: its tokens' likelihoods.
     Attributes:
         id, created: as the response shows them. finish_reasons: one per choice, "" while it goes on.
+        events: the number of events sent, in dialects that number them.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Answer:
         self.prompt_tokens, self.model = prompt_tokens, model
         self.id, self.created = uuid.uuid4().hex, int(time.time())
         self.finish_reasons = [""] * len(writers)
+        self.events = 0
 
     def usage(self) -> dict[str, Any]:
         """The token counts so far in OpenAI's `usage` format."""
@@ -138,7 +140,7 @@ class Dialect(Protocol):
         """Yield the answer as a stream. Raises what `Answer.pieces` does."""
         ...
 
-    def failed(self, why: Refusal) -> bytes:
+    def failed(self, why: Refusal, answer: "Answer") -> bytes:
         """The last event of a stream that ends with an error."""
         ...
 

@@ -105,7 +105,7 @@ class EventStream(Response):
 
     async def _error(self, send: Send, why: Refusal) -> str:
         """Send the last event of an answer that ends with an error; return its message for the log."""
-        await send({"type": "http.response.body", "body": self.log_.dialect.failed(why), "more_body": True})
+        await send({"type": "http.response.body", "body": self.log_.dialect.failed(why, self.answer), "more_body": True})
         return why.message
 
 
