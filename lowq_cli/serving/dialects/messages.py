@@ -16,6 +16,8 @@ TYPES |= {429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error"
 SAME = ("model", "stream", "temperature", "top_p", "top_k")  # fields with the same name in OpenAI's chats
 HARMLESS = ("metadata", "service_tier", "container", "context_management", "inference_geo", "cache_control", "betas", "speed")
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+# A line of Claude Code's for Anthropic's billing. It differs between sessions, which then would share no cached prompt.
+BILLING = "x-anthropic-billing-header:"
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -86,7 +88,8 @@ def _system(given: Any) -> list[dict[str, Any]]:
         if isinstance(given, str)
         else [table(f"system[{i}]", p).get("text") for i, p in enumerate(items("system", given))]
     )
-    return [{"role": "system", "content": "\n\n".join(text(f"system[{i}].text", p) for i, p in enumerate(parts))}]
+    texts = [t for i, p in enumerate(parts) if not (t := text(f"system[{i}].text", p)).startswith(BILLING)]
+    return [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
 
 
 def _message(name: str, given: Any) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """The tools of /v1/responses that a client runs: functions, functions in namespaces, and tools that take a text.
 
 Codex offers the tools of MCP servers and of its sub-agents in namespaces, and its patches as a "custom" tool, whose argument is
-a text in a grammar instead of JSON. A model knows functions alone: each tool is offered as a function, and calls are translated.
+a text in a grammar and not JSON. A model knows functions alone: each tool is offered as a function, and calls are translated.
 """
 
 import json
