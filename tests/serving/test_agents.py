@@ -1,4 +1,7 @@
-"""Requests as coding agents send them (recorded from Claude Code 2.1.197 and Codex CLI 0.171.0), and what they look for."""
+"""Requests as coding agents send them, and what they look for in answers.
+
+Recorded from Claude Code 2.1.197 and 2.1.332, Codex CLI 0.171.0 and qwen-code 0.24.4.
+"""
 
 import json
 import re
@@ -189,6 +192,51 @@ def test_claude_codes_request_reaches_the_template_without_the_line_for_billing(
     assert engine.prompts[0].split("\n", 1)[1].startswith("system[]: You are a Claude agent.\n\n\nYou help.\nuser[]: <system")
     assert "\nsystem[]: Available agent types\n" in engine.prompts[0]
     assert "billing" not in engine.prompts[0]
+
+
+REFERENCES = {
+    "messages": [
+        CLAUDE["messages"][0],
+        {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "c1", "name": "ToolSearch", "input": {"query": "select:CronList"}}],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "tool_reference", "tool_name": "CronList"}]}
+            ],
+        },
+    ],
+    "tools": [
+        *CLAUDE["tools"],
+        {"name": "CronList", "description": "Lists jobs", "input_schema": EXEC, "defer_loading": True},
+        {"name": "DeferredToolPlaceholder", "description": "", "input_schema": {"type": "object"}, "defer_loading": True},
+    ],
+}
+
+
+def test_a_tool_that_claude_code_loads_later_is_described_where_it_was_found_and_can_be_called():
+    """Among the other tools it would change the prompt from its beginning on, which the cache holds."""
+    engine = Heard(hermes(("CronList", {"cmd": "all"})))
+    status, answer = asked(engine, "/v1/messages?beta=true", CLAUDE | REFERENCES | {"stream": False})
+    assert status == 200, answer
+    assert [(b["name"], b["input"]) for b in answer["content"]] == [("CronList", {"cmd": "all"})]
+    first, *_, found, end, ask = engine.prompts[0].splitlines()
+    assert first.startswith("Bash(")
+    assert engine.prompts[0].splitlines()[1].startswith("system[]")
+    described = {"name": "CronList", "parameters": EXEC, "description": "Lists jobs"}
+    assert found == f"<function>{json.dumps(described)}</function>"
+    assert (end, ask) == ("</functions>(c1)", "assistant:")
+
+
+def test_a_function_without_parameters_has_an_empty_schema_in_the_prompt():
+    engine = Heard(hermes(("get_goal", {})))
+    tools = [{"type": "function", "function": {"name": "get_goal", "description": "Reads it."}}]
+    status, answer = asked(engine, "chat/completions", {"messages": [{"role": "user", "content": "go"}], "tools": tools})
+    assert status == 200, answer
+    assert engine.prompts[0].startswith('get_goal({"type": "object", "properties": {}})\n')
+    assert answer["choices"][0]["message"]["tool_calls"][0]["function"] == {"name": "get_goal", "arguments": "{}"}
 
 
 class Short(Saying):

@@ -8,7 +8,7 @@ from typing import Any
 from lowq_cli.serving.dialects.blocks import Block, blocks, whole_blocks
 from lowq_cli.serving.http import fields
 from lowq_cli.serving.http.answers import Answer, event
-from lowq_cli.serving.http.fields import boolean, items, shown, table, text
+from lowq_cli.serving.http.fields import boolean, items, maybe_items, shown, table, text
 from lowq_cli.serving.http.refusal import Refusal, wrong
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
@@ -18,6 +18,7 @@ HARMLESS = ("metadata", "service_tier", "container", "context_management", "infe
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # A line of Claude Code's for Anthropic's billing. It differs between sessions, which then would share no cached prompt.
 BILLING = "x-anthropic-billing-header:"
+Functions = dict[str, dict[str, Any]]  # name -> the function of a chat
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -30,15 +31,17 @@ class Messages:
         """Parse a body into a chat. Raises Refusal."""
         chat: dict[str, Any] = {name: body[name] for name in SAME if name in body}
         known = {"messages", "system", "max_tokens", "stop_sequences", "tools", "tool_choice", "thinking", "output_config"}
+        tools = [_tool(f"tools[{i}]", t) for i, t in enumerate(maybe_items("tools", body.get("tools") or [])) if _own(t)]
+        functions = {t["function"]["name"]: t["function"] for t in tools if isinstance(t["function"]["name"], str)}
         chat["messages"] = _system(body.get("system"))
         for i, message in enumerate(items("messages", body.get("messages"))):
-            chat["messages"] += _message(f"messages[{i}]", message)
+            chat["messages"] += _message(f"messages[{i}]", message, functions)
         if body.get("max_tokens") is not None:
             chat["max_tokens"] = body["max_tokens"]
         if body.get("stop_sequences"):
             chat["stop"] = body["stop_sequences"]
         if body.get("tools"):
-            chat["tools"] = [_tool(f"tools[{i}]", t) for i, t in enumerate(items("tools", body["tools"])) if _own(t)]
+            chat["tools"] = tools
             chat |= _choice(body.get("tool_choice")) if chat["tools"] else {}
         chat |= _thinking(body.get("thinking"), body.get("output_config"))
         rest = {name: value for name, value in body.items() if name not in known and name not in (*SAME, *HARMLESS)}
@@ -92,7 +95,7 @@ def _system(given: Any) -> list[dict[str, Any]]:
     return [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
 
 
-def _message(name: str, given: Any) -> list[dict[str, Any]]:
+def _message(name: str, given: Any, functions: Functions) -> list[dict[str, Any]]:
     """An Anthropic message as messages of a chat, in which each tool result is a separate message."""
     role, content = table(name, given).get("role"), given.get("content")
     if role not in ("user", "assistant", "system"):
@@ -107,7 +110,11 @@ def _message(name: str, given: Any) -> list[dict[str, Any]]:
         kind = table(where, block).get("type")
         if kind == "tool_result":
             messages.append(
-                {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": _result(where, block.get("content"))}
+                {
+                    "role": "tool",
+                    "tool_call_id": block.get("tool_use_id"),
+                    "content": _result(where, block.get("content"), functions),
+                }
             )
         elif kind == "tool_use":
             arguments = json.dumps(table(f"{where}.input", block.get("input", {})), ensure_ascii=False)
@@ -136,12 +143,17 @@ def _part(where: str, block: dict[str, Any]) -> dict[str, Any]:
     raise wrong(f"{where}.type", f"{shown(kind)} is not supported; this server takes text and pictures")
 
 
-def _result(where: str, content: Any) -> Any:
-    """The result of a tool as text."""
+def _result(where: str, content: Any, functions: Functions) -> Any:
+    """The result of a tool as text. References to tools, which a search for tools results in, become their descriptions."""
     if content is None or isinstance(content, str):
         return content or ""
-    parts = items(f"{where}.content", content) if content else []
-    return [_part(f"{where}.content[{i}]", table(f"{where}.content[{i}]", b)) for i, b in enumerate(parts)] or ""
+    blocks = [table(f"{where}.content[{i}]", b) for i, b in enumerate(items(f"{where}.content", content) if content else [])]
+    references = [b.get("tool_name") for b in blocks if b.get("type") == "tool_reference"]
+    parts = [_part(f"{where}.content[{i}]", b) for i, b in enumerate(blocks) if b.get("type") != "tool_reference"]
+    if lines := [json.dumps(functions[n], ensure_ascii=False) for n in references if isinstance(n, str) and n in functions]:
+        each = "\n".join(f"<function>{line}</function>" for line in lines)
+        parts.append({"type": "text", "text": f"<functions>\n{each}\n</functions>"})  # as Claude Code's ToolSearch announces
+    return parts or ""
 
 
 def _own(tool: Any) -> bool:
@@ -152,9 +164,11 @@ def _own(tool: Any) -> bool:
 def _tool(name: str, given: Any) -> dict[str, Any]:
     tool = table(name, given)
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {"type": "object"}}
+    later = {"defer_loading": True} if tool.get("defer_loading") is True else {}
     return {
         "type": "function",
         "function": function | ({"description": tool["description"]} if tool.get("description") else {}),
+        **later,
     }
 
 

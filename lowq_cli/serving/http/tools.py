@@ -17,16 +17,21 @@ from lowq_cli.serving.http.refusal import wrong
 from lowq_cli.serving.request import Mask
 
 FUNCTION = re.compile(r"[\w.-]{1,64}")
+NOTHING = {"type": "object", "properties": {}}  # the schema of a function without parameters
 ANYTHING = "/(?s:.*)/"
 
 
 @dataclass(frozen=True)
 class Tools:
-    """The functions that a request offers. choice: "none", "auto", "required" or a function's name."""
+    """The functions that a request offers. choice: "none", "auto", "required" or a function's name.
+
+    deferred: further ones that may be called, but are described in the conversation instead of with the others.
+    """
 
     given: list[dict[str, Any]] = field(default_factory=list)
     choice: str = "none"
     several: bool = True
+    deferred: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def forced(self) -> bool:
@@ -36,14 +41,15 @@ class Tools:
     @property
     def offered(self) -> Offered:
         """The offered functions for the reader of answers."""
-        functions = {t["function"]["name"]: t["function"].get("parameters") or {} for t in self.given}
+        functions = {t["function"]["name"]: t["function"]["parameters"] for t in (*self.given, *self.deferred)}
         named = [self.choice] if self.choice != "required" else list(functions)
         return Offered(functions, self.several, self.forced, named[0] if self.forced and len(named) == 1 else None)
 
 
 def read(params: Params) -> Tools:
     """The tools of a body and the choice among them. Raises Refusal."""
-    given = [_tool(f"tools[{i}]", t) for i, t in enumerate(params.get("tools", []))]
+    each = [(_tool(f"tools[{i}]", t), t.get("defer_loading") is True) for i, t in enumerate(params.get("tools", []))]
+    given, deferred = ([tool for tool, later in each if later is which] for which in (False, True))
     choice = params.get("tool_choice", "auto" if given else "none")
     if isinstance(choice, dict):
         choice = text("tool_choice.function.name", table("tool_choice.function", choice.get("function")).get("name"))
@@ -54,7 +60,9 @@ def read(params: Params) -> Tools:
     elif choice == "required" and not given:
         raise wrong("tool_choice", "required needs tools to choose from; there are none")
     choice = choice if given else "none"
-    return Tools(given if choice != "none" else [], choice, params.get("parallel_tool_calls", True))
+    if choice == "none":
+        given = deferred = []
+    return Tools(given, choice, params.get("parallel_tool_calls", True), deferred)
 
 
 def _tool(name: str, given: Any) -> dict[str, Any]:
@@ -63,8 +71,10 @@ def _tool(name: str, given: Any) -> dict[str, Any]:
     function = table(f"{name}.function", given.get("function"))
     if not FUNCTION.fullmatch(text(f"{name}.function.name", function.get("name"))):
         raise wrong(f"{name}.function.name", "must be up to 64 letters, digits, and . _ -")
-    table(f"{name}.function.parameters", function.get("parameters") or {})
-    return {"type": "function", "function": function}
+    parameters = function.get("parameters")
+    # NOTHING: templates read `parameters`, which clients leave out of a function without any
+    parameters = NOTHING if parameters is None else table(f"{name}.function.parameters", parameters)
+    return {"type": "function", "function": {**function, "parameters": parameters}}
 
 
 @dataclass(frozen=True)
