@@ -36,7 +36,7 @@ from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.open_model import ready
 from lowq_cli.evaluate.eight_bits import apply_act
 from lowq_cli.serving.engines import engine_of
-from lowq_cli.serving.request import Draw, Event, Request, Words
+from lowq_cli.serving.request import Draw, Event, Mask, Request, Words
 from lowq_cli.serving.token_budget import PREFER
 
 PARTS = ("start", "same", "load", "deterministic", "prompts")
@@ -164,7 +164,7 @@ def prompts(engine: Engine, model: Any, tokenizer: Any, vocabulary: int, lines: 
     return row
 
 
-class Anything:
+class Anything(Mask):
     """A mask that allows every token."""
 
     recipe = ""

@@ -7,6 +7,7 @@ a sandbox for them). If the class in transformers does more than that object, th
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from lowq_packers.errors import UnsupportedError, no_panic
@@ -56,6 +57,11 @@ class LoadedTokenizer(ABC):
     @abstractmethod
     def definition(self) -> str | None:
         """The tokenizer as the text of a tokenizer.json; None where it is not from the tokenizers library."""
+
+    def unchanged_file(self) -> Path | None:
+        """A tokenizer.json that is equal to `definition`, if there is one: to write a large one takes 0.1 s, in which no other
+        thread can run Python."""
+        return None
 
     def template(self, with_tools: bool = False) -> str:
         """The chat template for conversations with or without tools, chosen as in transformers; "" without one.
@@ -111,12 +117,18 @@ BYTE_OF = _byte_alphabet()
 
 
 class FastTokenizer(LoadedTokenizer):
-    """A tokenizer of the tokenizers library: `tokens` is its Tokenizer."""
+    """A tokenizer of the tokenizers library: `tokens` is its Tokenizer; `file` describes the same one."""
 
     def __init__(
-        self, tokens: Any, named: Mapping[str, str], chat_template: str | dict[str, str] | None, source: str = "tokenizer.json"
+        self,
+        tokens: Any,
+        named: Mapping[str, str],
+        chat_template: str | dict[str, str] | None,
+        source: str = "tokenizer.json",
+        file: Path | None = None,
     ) -> None:
         self.tokens, self.named, self.chat_template, self.source = tokens, dict(named), chat_template, source
+        self._file = None if file is None else (file.absolute(), _facts(file))
         tokens.no_truncation()
         tokens.no_padding()
         self.bos_token_id, self.eos_token_id = (self._id(name) for name in ("bos_token", "eos_token"))
@@ -149,6 +161,18 @@ class FastTokenizer(LoadedTokenizer):
 
     def definition(self) -> str | None:
         return self.tokens.to_str()
+
+    def unchanged_file(self) -> Path | None:
+        return self._file[0] if self._file is not None and self._file[1] == _facts(self._file[0]) else None
+
+
+def _facts(file: Path) -> tuple[int, int] | None:
+    """A file's size and the time of its last change, which differ if it was written since; None for a file that is gone."""
+    try:
+        stat = file.stat()
+    except OSError:
+        return None
+    return stat.st_size, stat.st_mtime_ns
 
 
 class WrappedTokenizer(LoadedTokenizer):

@@ -55,7 +55,7 @@ def read_tokenizer(folder: Path, model_type: str) -> FastTokenizer:
     if model_type in ("mistral", "mixtral") and tokens.get_vocab_size() > 100_000:
         raise NotPlain("a pre-tokenizer pattern that transformers corrects")
     named = {n: _spelled(facts[n]) for n in NAMED if facts.get(n) is not None}
-    return FastTokenizer(tokens, named, chat_templates(folder, facts))
+    return FastTokenizer(tokens, named, chat_templates(folder, facts), file=file)
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -20,11 +21,13 @@ BEAT_S = 1.0  # max. seconds between two messages of a working engine process
 
 
 class Made(NamedTuple):
-    """The result of `make`: an engine not started yet, a function from recipes to masks, and an object for the main process."""
+    """The result of `make`: an engine not started yet, a function from recipes to masks, an object for the main process, and
+    what ends the other processes of its masks."""
 
     engine: Engine
     mask: Callable[[str], Mask]
     facts: Any
+    stop: Callable[[], None] = lambda: None
 
 
 def compute(pipe: Connection, first: Callable[..., object] | None, before: tuple[Any, ...]) -> None:
@@ -51,11 +54,13 @@ class EngineServer:
         self.lock = threading.Lock()  # for sending and `numbers`: a request's first event may come before `submit` returns
         self.numbers: dict[int, int] = {}  # the engine's request number -> the main process's
         self.shown, self.started, self.spoke = Stats(), False, time.monotonic()
+        self.unmasked: set[int] = set()  # the main process's numbers of requests whose masks are being made
+        self.masker = ThreadPoolExecutor(1, "lowq-engine-masks")
 
     def run(self, make: Callable[..., Made], given: tuple[Any, ...]) -> None:
         """Make the engine, and serve the messages of the pipe until it is closed."""
         threading.Thread(target=self.beat, name="lowq-engine-beats", daemon=True).start()
-        self.engine, self.mask, handle = make(*given)
+        self.engine, self.mask, handle, stop = make(*given)
         e = self.engine
         self.send("made", handle, e.name, e.reason, e.limits, e.vocabulary)
         try:
@@ -79,6 +84,7 @@ class EngineServer:
             return
         finally:
             e.stop(0)
+            stop()
 
     def start(self) -> None:
         """Do what Engine.start does."""
@@ -96,17 +102,41 @@ class EngineServer:
             time.sleep(BEAT_S)
 
     def submit(self, number: int, request: Request, recipe: str | None) -> None:
-        """Submit a request as Engine.submit does, but send a refusal as an event."""
+        """Submit a request as Engine.submit does, but send a refusal as an event. A mask is made in another thread: the first
+        takes seconds."""
+        if recipe is None:
+            self._submit(number, request)
+        else:
+            self.unmasked.add(number)
+            self.masker.submit(self._submit_masked, number, request, recipe)
+
+    def _submit_masked(self, number: int, request: Request, recipe: str) -> None:
         try:
-            whole = request if recipe is None else replace(request, mask=self.mask(recipe))
+            masked = replace(request, mask=self.mask(recipe))
+        except Exception as e:  # an error of its grammar: only this request ends with it
             with self.lock:
-                self.numbers[self.engine.submit(whole)] = number
-        except Exception as e:  # an error of its grammar or its settings: only this request ends with it
+                if number in self.unmasked:
+                    self._tell([(number, failed(e))])
+                self.unmasked.discard(number)
+            return
+        self._submit(number, masked)
+
+    def _submit(self, number: int, request: Request) -> None:
+        try:
+            with self.lock:
+                if request.mask is not None and number not in self.unmasked:
+                    return  # cancelled
+                self.unmasked.discard(number)
+                self.numbers[self.engine.submit(request)] = number
+        except Exception as e:  # an error of its settings: only this request ends with it
             self.tell([(number, failed(e))])
 
     def cancel(self, number: int) -> None:
         """Do what Engine.cancel does."""
         with self.lock:
+            if number in self.unmasked:
+                self.unmasked.discard(number)
+                self._tell([(number, Event(finish_reason="cancelled"))])
             own_number = next((o for o, n in self.numbers.items() if n == number), None)
         if own_number is not None:
             self.engine.cancel(own_number)

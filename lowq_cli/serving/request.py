@@ -6,7 +6,8 @@ step together, through the `sink` given to `start`: a Python object per token is
 lock or a wake-up per token is not.
 """
 
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from threading import Thread
@@ -61,21 +62,35 @@ class Draw(Sampling):
 Words = npt.NDArray[np.int32]  # one bit per token, (ceil(V / 32),), lowest bit first
 
 
-class Mask(Protocol):
+class Mask(ABC):
     """The tokens that a grammar allows next, for one request; called from the engine's thread.
 
-    recipe: text from which an engine in another process makes an equal mask.
+    recipe: text from which an engine in another process makes an equal mask. takes_drafts: whether it also knows the tokens
+    that are allowed after draft tokens.
     """
 
-    recipe: str
+    recipe: str = ""
+    takes_drafts: bool = False
 
+    def ask(self, drafts: Sequence[int] = ()) -> None:
+        """Announce a `fill`, or a `fill_drafts` with these drafts: another process computes all masks announced at once."""
+        return
+
+    @abstractmethod
     def fill(self, words: Words) -> None:
         """Set the bit of every token that may come next."""
-        ...
 
+    def fill_drafts(self, words: Words, drafts: Sequence[int]) -> int:
+        """Fill rows (1 + n, ceil(V / 32)): the tokens that may come next, and those after each of n draft tokens.
+
+        Return the number of drafts after which the row was filled; a later draft must count as wrong.
+        """
+        self.fill(words[0])
+        return 0
+
+    @abstractmethod
     def accept(self, token: int) -> None:
         """Advance the grammar by the sampled token."""
-        ...
 
 
 def allow(words: Words, token: int) -> None:

@@ -3,7 +3,7 @@
 import pytest
 from asking import Client, alone, build, prompts
 
-from lowq_cli.serving.request import Busy, Draw, Request
+from lowq_cli.serving.request import Busy, Draw, Mask, Request
 from lowq_packers.errors import UnsupportedError, UsageError
 
 
@@ -78,7 +78,7 @@ def test_a_cache_in_few_bits_answers_each_as_alone(model, client, kv, determinis
     assert c.engine.stats().prefix_hits + deterministic > 0
 
 
-class Parity:
+class Parity(Mask):
     """A grammar of odd and even tokens in turn."""
 
     def __init__(self):

@@ -20,7 +20,7 @@ from lowq_cli.serving.draft_budget import PASS_GAIN, REMEMBERED, RUN, Answers, c
 from lowq_cli.serving.draft_trials import Trials
 from lowq_cli.serving.http.answers import Answer
 from lowq_cli.serving.http.text import Writer
-from lowq_cli.serving.request import Draw, Event, Request
+from lowq_cli.serving.request import Draw, Event, Mask, Request
 from lowq_cli.serving.sequence import MANY, Sequence
 
 KINDS = {
@@ -202,7 +202,7 @@ def test_drawn_texts_are_those_of_their_seed(model, client):
     counted(c)
 
 
-class Even:
+class Even(Mask):
     """A grammar of even tokens, which counts the tokens that it was given."""
 
     recipe = ""

@@ -23,8 +23,8 @@ from lowq_packers.errors import DoesNotFitError, LowqError, UnsupportedError, Us
 class Apart(Client):
     """The client of an engine in a process."""
 
-    def __init__(self, make):
-        self.engine = ApartEngine(make)
+    def __init__(self, make, *given):
+        self.engine = ApartEngine(make, *given)
         self.pid = self.engine.made()["pid"]
         self.events, self.heard = queue.Queue(), {}
         self.engine.start(lambda batch: [self.events.put(e) for e in batch])

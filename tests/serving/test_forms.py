@@ -3,13 +3,10 @@
 import json
 
 import pytest
-from saying import byte_tokenizer
 
 from lowq_cli.output.parts import joined
 from lowq_cli.output.read import Reader
 from lowq_cli.output.syntaxes import syntax_of
-from lowq_cli.serving.http.grammar import Grammars
-from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.http.tools import Tools
 
 openai = pytest.importorskip("openai", reason="OpenAI's own package is not installed")
@@ -207,10 +204,3 @@ def test_calls_are_read_out_of_text(text, said, calls, size):
 def test_only_the_first_call_where_several_are_not_wanted():
     parts = pushed(f"[{CALL}, {CALL}]", Tools([WEATHER], "auto", several=False))
     assert [p.kind for p in parts] == ["call", "arguments"]
-
-
-def test_a_tokenizer_that_the_library_refuses_is_no_internal_error():
-    pytest.importorskip("llguidance", reason="forms need the extra lowq[grammar]")
-    grammars = Grammars(byte_tokenizer(), frozenset([256]), 160)  # logits for fewer tokens than it has
-    with pytest.raises(Refusal, match="does not support answers in a form"):
-        grammars.schema(SCHEMA, "response_format")

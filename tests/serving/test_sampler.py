@@ -7,7 +7,7 @@ import torch
 from asking import Client, build, prompts
 
 from lowq_cli.engine.sampling import restrict
-from lowq_cli.serving.request import Draw, Request, allow
+from lowq_cli.serving.request import Draw, Mask, Request, allow
 from lowq_cli.serving.sampler import restrict_rows
 from lowq_cli.serving.sampler_reference import Picker
 
@@ -24,7 +24,7 @@ def client(model):
     made.engine.stop(0)
 
 
-class Every:
+class Every(Mask):
     """A mask that lets through what can be divided by the number of tokens so far, plus 2."""
 
     def __init__(self):

@@ -11,7 +11,7 @@ from lowq_cli.engine import stream
 from lowq_cli.engine.model_record import owned
 from lowq_cli.engine.open_model import ready
 from lowq_cli.serving.engines import engine_of
-from lowq_cli.serving.request import Busy, Draw, Request, allow
+from lowq_cli.serving.request import Busy, Draw, Mask, Request, allow
 from lowq_cli.serving.sampler_reference import Picker
 from lowq_cli.serving.sequential import SequentialEngine
 from lowq_packers.errors import UnsupportedError, UsageError
@@ -110,7 +110,7 @@ def test_logprobs_are_those_of_the_model_and_do_not_change_the_text(demo, engine
         assert e.top[0][0] == e.token  # greedy
 
 
-class Only:
+class Only(Mask):
     """A grammar that allows some tokens in turn."""
 
     def __init__(self, *allowed):

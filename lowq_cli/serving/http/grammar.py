@@ -1,57 +1,66 @@
 """Structured output: JSON schemas and tool calls as masks over the next token, with the llguidance library (an extra).
 
-A mask belongs to one request and is called by the engine's thread. A form is tested for a few tokens before its request is
-queued. The library can still give up inside an answer, at its own limit (20 ms per step, because all other requests wait for
-it). The request then fails with an error: half an object that ends with "stop" would look complete.
+A mask belongs to one request and is called by the engine's thread, which has those of the model's tokens from `mask_process`.
+A form is tested for a few bytes before its request is queued, here and with a tokenizer of single bytes: the library takes a
+second to prepare a model's own, of 150,000 tokens, and no other thread of the process can run Python meanwhile. The library can
+still give up inside an answer, at its own limit (20 ms per step, because all other requests wait for it). The request then
+fails with an error: half an object that ends with "stop" would look complete.
 """
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property, lru_cache
-from threading import Lock
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from lowq_cli.engine.tokenizer import LoadedTokenizer
+from lowq_cli.engine.tokenizer import Added, LoadedTokenizer
 from lowq_cli.serving.http import rules
 from lowq_cli.serving.http.fields import Params, items, known, shown, table, text
 from lowq_cli.serving.http.refusal import Refusal, wrong
-from lowq_cli.serving.request import Mask, Words, allow
+from lowq_cli.serving.request import Mask, Words
+from lowq_cli.serving.token_masks import KEPT, NO_FORMS, TokenMasks, first_mask
 from lowq_packers.errors import UsageError
 
-NO_TOKEN = "no token can follow"
-KEPT = 32  # max. parsed grammars in the cache; a schema of 2,000 properties takes 0.1 s to parse
-TRIED = 8  # tokens tested: a schema of 2,000 properties fails at the second, a schema that refers only to itself at the first
 # json.dumps' spacing, the most common in training data; with free whitespace a small model may write nothing else
 SPACED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+BYTES = 256
 
 
-class Grammar:
-    """The mask of one request; its recipe is the library's serialized grammar."""
+class _Bytes:
+    """A tokenizer as the library takes one: bytes are tokens, then come those added to a model's vocabulary, then an end."""
 
-    def __init__(self, matcher: Any, ends: Sequence[int], recipe: str) -> None:
-        self.matcher, self.ends, self.recipe = matcher, ends, recipe
+    is_tokenizer_wrapper, bos_token_id = True, None
+
+    def __init__(self, added: int) -> None:
+        self.tokens = [bytes([i]) for i in range(BYTES)] + [b"\xff[%d]" % (BYTES + i) for i in range(added + 1)]
+        self.eos_token_id = len(self.tokens) - 1
+        self.special_token_ids = [self.eos_token_id]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+class Later(Mask):
+    """A mask that is made when it is first used. An engine in another process makes its own from the recipe."""
+
+    def __init__(self, recipe: str, make: Callable[[str], Mask]) -> None:
+        self.recipe, self._make = recipe, make
+
+    @cached_property
+    def _mask(self) -> Mask:
+        return self._make(self.recipe)
 
     def fill(self, words: Words) -> None:
-        """Write the tokens that the grammar allows, at its end the stop tokens. Raises UsageError if the library gave up."""
-        self.matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-        if self.matcher.is_error() or not (words.any() or self.matcher.is_accepting()):
-            why = (self.matcher.get_error() or NO_TOKEN).partition("<state>")[0].replace("NoExtensionBias", NO_TOKEN)
-            raise UsageError(f"the answer cannot keep to its form: {' '.join(why.split())[:200]}; a simpler schema may do")
-        if not words.any():
-            for token in self.ends:
-                allow(words, token)
+        """Do what `Mask.fill` does."""
+        self._mask.fill(words)
 
     def accept(self, token: int) -> None:
-        """A token was drawn."""
-        if token not in self.ends:
-            self.matcher.consume_token(token)
+        """Do what `Mask.accept` does."""
+        self._mask.accept(token)
 
 
 class Grammars:
-    """Makes masks for a model.
+    """Tests the forms of answers for a model, and makes their masks.
 
     Args:
         tokenizer: of the model. stop_ids: tokens that end its answers. vocabulary: the number of logits.
@@ -59,66 +68,60 @@ class Grammars:
 
     def __init__(self, tokenizer: LoadedTokenizer, stop_ids: frozenset[int], vocabulary: int) -> None:
         self.tokenizer, self.ends, self.vocabulary = tokenizer, sorted(stop_ids), vocabulary
-        self.lock = Lock()
-        self._first = lru_cache(KEPT)(lambda recipe: self._library[0](self._library[1], recipe, log_level=0))
+        self._tested = lru_cache(KEPT)(self._test)
 
     @cached_property
-    def _library(self) -> tuple[Any, Any]:
-        """(llguidance's matcher, its wrapper of this tokenizer). Raises Refusal if one of them is not available."""
+    def _library(self) -> tuple[Any, Any, int]:
+        """(llguidance's matcher, its wrapper of a tokenizer of bytes, the number of tokens there). Raises Refusal."""
         try:
             from llguidance import LLMatcher, LLTokenizer
         except ModuleNotFoundError:
             raise Refusal(400, "response_format and forced tool calls need a library: pip install llguidance") from None
-        definition = self.tokenizer.definition()
-        if definition is None or not self.ends:
-            raise Refusal(400, "this model's tokenizer does not support answers in a form")
-        try:
-            return LLMatcher, LLTokenizer(definition, n_vocab=self.vocabulary, eos_token=self.ends)
-        except ValueError as e:  # such as more tokens than the model has logits
-            raise Refusal(400, f"this model's tokenizer does not support answers in a form: {e}") from None
+        if not self.ends:
+            raise Refusal(400, NO_FORMS)
+        one = _Bytes(len(self.added))
+        size = len(one.tokens)
+        return LLMatcher, LLTokenizer(one, n_vocab=size, eos_token=[one.eos_token_id], slices=[]), size  # type: ignore[arg-type]
+
+    @cached_property
+    def added(self) -> dict[str, Added]:
+        """The tokens that were added to the model's vocabulary, with the ids that they have in a test."""
+        return {t: Added(BYTES + i, a.special) for i, (t, a) in enumerate(self.tokenizer.added_tokens().items())}
+
+    @cached_property
+    def _forms(self) -> TokenMasks:
+        return TokenMasks(self.tokenizer.definition(), self.vocabulary, self.ends)
 
     def schema(self, schema: dict[str, Any], param: str) -> Callable[[], Mask]:
         """A function that makes masks for a JSON schema. Raises Refusal for a schema that is invalid or not supported."""
-        with self.lock:
-            matcher = self._library[0]
         try:
-            return self._grammar(matcher.grammar_from_json_schema(json.dumps(schema), overrides=SPACED), param)
+            grammar = self._library[0].grammar_from_json_schema(json.dumps(schema), overrides=SPACED)
         except ValueError as e:
             raise wrong(param, " ".join(str(e).split())[:200]) from None
+        return self._grammar(grammar, grammar, param)
 
-    def lark(self, grammar: str, param: str) -> Callable[[], Mask]:
-        """A function that makes masks for a grammar in Lark's format. Raises Refusal."""
-        with self.lock:
-            matcher = self._library[0]
-        return self._grammar(matcher.grammar_from_lark(grammar), param)
+    def lark(self, grammar: Callable[[Mapping[str, Added]], str], added: Mapping[str, Added], param: str) -> Callable[[], Mask]:
+        """A function that makes masks for a grammar in Lark's format. Raises Refusal.
 
-    def _grammar(self, grammar: str, param: str) -> Callable[[], Mask]:
+        grammar: writes it, given the ids of the tokens that were added to the vocabulary. added: the model's ids.
+        """
+        serialized = self._library[0].grammar_from_lark
+        return self._grammar(serialized(grammar(added)), serialized(grammar(self.added)), param)
+
+    def _grammar(self, grammar: str, of_bytes: str, param: str) -> Callable[[], Mask]:
         try:
-            self._try(self.mask(grammar))
+            self._tested(of_bytes)
         except UsageError as e:
             raise wrong(param, str(e)) from None
         return lambda: self.mask(grammar)
 
-    def mask(self, recipe: str) -> Mask:
-        """The mask at the start of an answer. Raises UsageError for a grammar that the library refuses."""
-        if recipe.startswith(rules.PREFIX):
-            return rules.Rules.of(recipe).mask(self.tokenizer, self.mask)
-        first = self._first(recipe)
-        if first.is_error():
-            raise UsageError(" ".join(first.get_error().split())[:200])
-        return Grammar(first.deep_copy(), self.ends, recipe)
+    def _test(self, grammar: str) -> None:
+        matcher, tokens, size = self._library
+        first_mask(matcher, tokens, grammar, [size - 1], size)
 
-    def _try(self, grammar: Mask) -> None:
-        """Test a grammar with a few tokens, each the first allowed one. Raises UsageError if none is allowed."""
-        words = np.zeros(-(-self.vocabulary // 32), np.int32)
-        for _ in range(TRIED):
-            grammar.fill(words)
-            word = int(words.nonzero()[0][0])
-            bits = int(words[word])
-            token = 32 * word + (bits & -bits).bit_length() - 1
-            if token in self.ends:
-                return
-            grammar.accept(token)
+    def mask(self, recipe: str) -> Mask:
+        """The mask at the start of an answer, with no work done yet."""
+        return Later(recipe, lambda recipe: rules.mask_of(recipe, self.tokenizer, lambda form: self._forms.mask(form)))
 
 
 class Form(NamedTuple):

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 MODULES = (  # imported by a standby process before the model is known
     *("lowq_cli.engine.open_model", "lowq_cli.engine.native_loader", "lowq_cli.engine.native", "lowq_cli.serving.continuous"),
-    *("lowq_cli.serving.engines", "lowq_cli.interop.importer", "lowq_cli.serving.http.grammar", "lowq_kernels.modules.linear"),
+    *("lowq_cli.serving.engines", "lowq_cli.interop.importer", "lowq_cli.serving.mask_process", "lowq_kernels.modules.linear"),
     *("lowq_cli.engine.generation_config", "lowq_cli.serving.http.served_model", "lowq_kernels.dispatch.measure", "tokenizers"),
 )
 ROOMY = 20 << 30  # min. bytes of a GPU on which a process stands by with a CUDA context: about 0.5 GB, 0.8 to 1.4 s to make
@@ -98,9 +99,10 @@ def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
         from lowq_cli.engine.prompts import context_limit, stop_ids
         from lowq_cli.serving import engines
         from lowq_cli.serving.continuous import MOST_RUNNING, why_not
-        from lowq_cli.serving.http.grammar import Grammars
         from lowq_cli.serving.http.metrics import roofline
+        from lowq_cli.serving.http.rules import mask_of
         from lowq_cli.serving.http.served_model import Facts
+        from lowq_cli.serving.mask_process import MaskProcess
         from lowq_kernels.decode.kv import check
 
         check(how["kv"])
@@ -121,11 +123,12 @@ def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
         engine = engines.engine_of(loaded, **_bounded(how, total))
         ends = stop_ids(loaded, tokenizer)
         weight_bytes = sum(p.nbytes for p in {t.data_ptr(): t for t in (*loaded.parameters(), *loaded.buffers())}.values())
-    mask = Grammars(tokenizer, ends, engine.vocabulary).mask
+    masks = MaskProcess(tokenizer, sorted(ends), engine.vocabulary)
+    mask = partial(mask_of, tokenizer=tokenizer, form=masks.mask)
     drafts = getattr(engine, "drafts_by", "none (its engine takes none)")
     known = (context_limit(loaded), draw, pooling_of(model), drafts, adapters, how.get("act"), refused)
     facts = Facts(weight_bytes, str(loaded.device), how["kv"], *known)
-    return Made(engine, mask, Loaded(tokenizer, ends, share, facts, total, owned(loaded).folder, images))
+    return Made(engine, mask, Loaded(tokenizer, ends, share, facts, total, owned(loaded).folder, images), masks.stop)
 
 
 def _sees(loaded: Any) -> "Images | None":

@@ -46,18 +46,29 @@ class Rules:
         return cls(**json.loads(recipe.removeprefix(PREFIX)))
 
 
-class Following:
+def mask_of(recipe: str, tokenizer: LoadedTokenizer, form: Callable[[str], Mask]) -> Mask:
+    """The mask at the start of an answer. form: makes the mask of a form from its recipe, which `recipe` is or holds."""
+    return Rules.of(recipe).mask(tokenizer, form) if recipe.startswith(PREFIX) else form(recipe)
+
+
+class Following(Mask):
     """The mask of one request, which follows its tokens."""
 
     def __init__(self, rules: Rules, tokenizer: LoadedTokenizer, inner: Mask | None) -> None:
         self.rules, self.ends, self.inner, self.recipe = rules, rules.ends, inner, rules.recipe
         self.made = self.thought = 0
+        self.takes_drafts = rules.thinking is None and (inner is None or inner.takes_drafts)
         self.next: list[int] = []  # forced next tokens, in order
         if rules.thinking is not None:
             syntax = syntax_of(tokenizer.template(rules.tools), tokenizer.added_tokens())
             self.reader = Reader(syntax, Offered(), rules.inside)
             self.text = Detokenizer(tokenizer, [], shown_tokens(tokenizer, self.reader.tags))
             self.close: list[int] = tokenizer(syntax.end_of_thoughts, add_special_tokens=False)["input_ids"]
+
+    def ask(self, drafts: Sequence[int] = ()) -> None:
+        """Do what `Mask.ask` does."""
+        if self.inner is not None and not self.next:
+            self.inner.ask(drafts)
 
     def fill(self, words: Words) -> None:
         """Write the allowed next tokens into `words`."""
@@ -68,12 +79,28 @@ class Following:
             self.inner.fill(words)
         else:
             words[:] = -1
-        if self.made < self.rules.least:
-            before = words.copy()
-            for token in self.ends:
-                words[token // 32] &= ~(-(1 << 31) if token % 32 == 31 else 1 << token % 32)
-            if not words.any():  # the form allows nothing but the end: min_tokens gives way
-                words[:] = before
+        self._forbid_ends(words, self.made)
+
+    def fill_drafts(self, words: Words, drafts: Sequence[int]) -> int:
+        """Do what `Mask.fill_drafts` does."""
+        taken = len(drafts)
+        if self.inner is not None:
+            taken = self.inner.fill_drafts(words, drafts)
+        else:
+            words[:] = -1
+        for i in range(taken + 1):
+            self._forbid_ends(words[i], self.made + i)
+        return taken
+
+    def _forbid_ends(self, words: Words, made: int) -> None:
+        """Forbid the stop tokens after `made` tokens, if these are too few."""
+        if made >= self.rules.least:
+            return
+        before = words.copy()
+        for token in self.ends:
+            words[token // 32] &= ~(-(1 << 31) if token % 32 == 31 else 1 << token % 32)
+        if not words.any():  # the form allows nothing but the end: min_tokens gives way
+            words[:] = before
 
     def accept(self, token: int) -> None:
         """Advance by a token that was sampled."""

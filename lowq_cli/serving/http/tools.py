@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lowq_cli.engine.tokenizer import Added
@@ -12,7 +12,7 @@ from lowq_cli.output.source import ARGUMENTS, NAME, OBJECT
 from lowq_cli.output.syntaxes import Syntax
 from lowq_cli.output.thoughts import Thoughts
 from lowq_cli.serving.http.fields import Params, shown, table, text
-from lowq_cli.serving.http.grammar import SPACED, Grammars, answer_form
+from lowq_cli.serving.http.grammar import SPACED, Form, Grammars, answer_form
 from lowq_cli.serving.http.refusal import wrong
 from lowq_cli.serving.request import Mask
 
@@ -107,20 +107,26 @@ def form(params: Params, tools: Tools, place: Place, grammars: Grammars) -> Call
         return grammars.schema(answer_mask.schema, answer_mask.param)
     if params.get("ignore_eos"):
         raise wrong("ignore_eos", "an answer in a form ends where the form does; leave one out")
-    rules, begun = [], ""
+    return grammars.lark(
+        lambda added: _grammar(tools, replace(place, added=added), answer_mask, thoughts),
+        place.added,
+        answer_mask.param if answer_mask else "tools",
+    )
+
+
+def _grammar(tools: Tools, place: Place, answer: Form | None, thoughts: Thoughts | None) -> str:
+    """The grammar of an answer in Lark's format."""
+    rules, begun, ends = [], "", []
     if thoughts is not None:
         begun = "thoughts " if place.inside else "thoughts? "
         rules.append(_thoughts(thoughts, place))
-    ends = []
     if tools.given:
         ends.append("call")
         rules.append(_call(tools, place))
-    if answer_mask is not None:
+    if answer is not None:
         ends.append("answer")
-        rules.append(f"answer: {answer_mask.rule}\n")
-    return grammars.lark(
-        f"start: {begun}({' | '.join(ends)})\n" + "".join(rules), answer_mask.param if answer_mask else "tools"
-    )
+        rules.append(f"answer: {answer.rule}\n")
+    return f"start: {begun}({' | '.join(ends)})\n" + "".join(rules)
 
 
 def _thoughts(thoughts: Thoughts, place: Place) -> str:
