@@ -25,10 +25,10 @@ from lowq_cli.serving.flight import Flight
 from lowq_cli.serving.guessing import Guessed, TextDrafter
 from lowq_cli.serving.model_runner import ModelRunner
 from lowq_cli.serving.prompt_chunk import Piece
-from lowq_cli.serving.restricted_drafts import draw_restricted
 from lowq_cli.serving.sampler import Special
 from lowq_cli.serving.scheduler import Scheduler, StepPlan
 from lowq_cli.serving.sequence import Sequence
+from lowq_cli.serving.special_drafts import draw_special
 from lowq_kernels.decode.reference import MOST_DRAFTS
 from lowq_packers.errors import UnsupportedError
 
@@ -242,8 +242,8 @@ class DraftRounds:
         firsts = np.cumsum([0, *(len(t.tokens) for t in texts)]).tolist()
         places = list(zip(firsts, plan.steps, strict=False))
         each = zip(range(len(texts)), firsts, texts, plan.steps, strict=False)
-        if restricted := [place for place in each if place[-1].request.special and not place[-1].request.undrafted]:
-            draw_restricted(self.runner, result, logits, restricted)
+        if drawn_again := [place for place in each if place[-1].request.special and not place[-1].request.undrafted]:
+            draw_special(self.runner, self.special, result, logits, drawn_again)
         special = [(i, t) for i, t in places if t.request.undrafted]
         logs = self.special.draw(logits, special) if special else []
         flight.rows = [len(t.tokens) for t in texts]

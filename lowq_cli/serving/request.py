@@ -8,7 +8,7 @@ lock or a wake-up per token is not.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Thread
 from typing import Annotated, Any, Literal, Protocol
@@ -151,9 +151,8 @@ class Request:
 
     @cached_property
     def undrafted(self) -> bool:
-        """Whether it takes no drafts: it needs more than a temperature, top_k, top_p and min_p (`restricted_drafts`)."""
-        d = replace(self.draw, top_k=0, top_p=1.0, min_p=0.0)
-        return self.special and (self.mask is not None or d != Draw(temperature=d.temperature, seed=d.seed))
+        """Whether it takes no drafts: it asks for log-probabilities, or its mask does not know what may follow a draft."""
+        return self.draw.logprobs is not None or (self.mask is not None and not self.mask.takes_drafts)
 
 
 def check(request: Request, longest: int, vocabulary: int, adapters: int = 0) -> None:

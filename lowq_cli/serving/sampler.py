@@ -18,6 +18,7 @@ from lowq_cli.serving.sequence import Sequence
 from lowq_packers.errors import device_lost
 
 BITS = 32  # bits per word of a mask
+Drafts = list[int] | tuple[()]  # of a sequence, the draft tokens after its newest token
 Logs = tuple[float, tuple[tuple[int, float], ...]]  # log-probability of the token; (id, log-probability) of the likeliest ones
 
 
@@ -126,20 +127,40 @@ class Special:
         index = upload(np.array([[i for i, _ in places], [t.row for t in texts]], np.int64), self.device)
         at, row = index[0], index[1]
         raw = logits.index_select(0, at).float()
-        scores = self._penalised(self._biased(raw, texts), draws, row)
-        if any(t.request.mask is not None for t in texts):
-            scores = scores.masked_fill(~self._allowed(texts), float("-inf"))
-        if any(not d.greedy and (d.top_k or d.top_p < 1 or d.min_p) for d in draws):
-            scores = restricted(scores, draws)
+        scores, _ = self.scores(raw, texts, row, [()] * len(texts))
         asking = [t for t, d in zip(texts, draws, strict=True) if d.logprobs is not None]
         logs = raw.log_softmax(-1) if asking else raw
         best = logs.topk(min(MOST_LOGPROBS, self.V)) if asking else None
         r = self.rows
         self.choose_rows(scores.contiguous(), row.to(torch.int32), r.token, r.pos, r.seed, r.temperature)
         token = r.token.index_select(0, row)
-        if self.counts is not None and any(map(_penalised, draws)):
-            self.counts.index_put_((row, token), torch.ones_like(token, dtype=torch.int16), accumulate=True)
+        self.count(draws, row, token, torch.ones_like(token))
         return [LogProbs(asking, texts, logs.gather(1, token[:, None]), best)] if asking else []
+
+    def scores(
+        self, raw: torch.Tensor, texts: list[Sequence], row: torch.Tensor, drafts: list[Drafts]
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Return the scores to sample from, for logits `raw` (n, V) fp32; and for each sequence, how many of its drafts can be
+        right: the tokens that its mask allows after a later one are not known.
+
+        A sequence has a row, in which its newest token was computed, and one for each of its drafts. row (n,): the row of its
+        state.
+        """
+        n = [1 + len(d) for d in drafts]
+        each = [t for t, count in zip(texts, n, strict=True) for _ in range(count)]
+        draws, most = [t.request.draw for t in each], [len(d) for d in drafts]
+        scores = self._penalised(self._biased(raw, each), draws, row, drafts)
+        if any(t.request.mask is not None for t in texts):
+            allowed, most = self._allowed(texts, drafts)
+            scores = scores.masked_fill(~allowed, float("-inf"))
+        if any(not d.greedy and (d.top_k or d.top_p < 1 or d.min_p) for d in draws):
+            scores = restricted(scores, draws)
+        return scores, most
+
+    def count(self, draws: list[Draw], row: torch.Tensor, token: torch.Tensor, n: torch.Tensor) -> None:
+        """Count tokens that were sampled n times (0 or 1) in these rows of the state, for penalties. draws: settings of any."""
+        if self.counts is not None and any(map(_penalised, draws)):
+            self.counts.index_put_((row, token), n.to(torch.int16), accumulate=True)
 
     def _biased(self, scores: torch.Tensor, texts: list[Sequence]) -> torch.Tensor:
         if not any(t.row in self.biases for t in texts):
@@ -147,31 +168,54 @@ class Special:
         nothing = torch.zeros(self.V, device=self.device)
         return scores + torch.stack([self.biases.get(t.row, nothing) for t in texts])
 
-    def _penalised(self, scores: torch.Tensor, draws: list[Draw], row: torch.Tensor) -> torch.Tensor:
+    def _penalised(self, scores: torch.Tensor, draws: list[Draw], row: torch.Tensor, drafts: list[Drafts]) -> torch.Tensor:
         if self.counts is None or self.prompted is None or not any(map(_penalised, draws)):
             return scores
         given = [[d.repetition_penalty, d.presence_penalty, d.frequency_penalty] for d in draws]
         p, counts = upload(np.array(given, np.float32), self.device), self.counts.index_select(0, row)
+        if before := _before(drafts):  # a row also counts the drafts before it
+            at, token = upload(np.array(before, np.int64).T, self.device)
+            counts.index_put_((at, token), torch.ones_like(token, dtype=torch.int16), accumulate=True)
         seen = self.prompted.index_select(0, row) | (counts > 0)
         scores = penalise(scores, seen, p[:, :1])  # type: ignore[arg-type]  # a column of them
         return scores - p[:, 1:2] * (counts > 0) - p[:, 2:3] * counts
 
-    def _allowed(self, texts: list[Sequence]) -> torch.Tensor:
-        """Return (n, V) bool, the tokens that the masks allow; the host has read every token before."""
-        words = np.full((len(texts), -(-self.V // BITS)), -1, np.int32)
-        for i, text in enumerate(texts):
-            if text.request.mask is not None:
-                words[i] = 0
-                if text.repeated is not None:  # its grammar is already past this token
-                    allow(words[i], text.repeated)
-                    continue
-                try:
-                    text.request.mask.fill(words[i])
-                except Exception as e:  # an error of its own grammar: the others are sampled all the same
-                    text.failed = e
-                    words[i] = -1
+    def _allowed(self, texts: list[Sequence], drafts: list[Drafts]) -> tuple[torch.Tensor, list[int]]:
+        """Return (n, V) bool, the tokens that the masks allow, and the number of drafts that each mask takes; the host has
+        read every token before."""
+        most, ends = [len(d) for d in drafts], np.cumsum([1 + len(d) for d in drafts]).tolist()
+        words = np.full((ends[-1], -(-self.V // BITS)), -1, np.int32)
+        for text, given in zip(texts, drafts, strict=True):
+            if text.request.mask is not None and text.repeated is None:
+                text.request.mask.ask(given)
+        for i, (text, end) in enumerate(zip(texts, ends, strict=True)):
+            if text.request.mask is None:
+                continue
+            rows = words[end - 1 - most[i] : end]
+            rows[0] = 0
+            if text.repeated is not None:  # its grammar is already past this token
+                allow(rows[0], text.repeated)
+                continue
+            try:
+                if drafts[i]:
+                    taken = text.request.mask.fill_drafts(rows, drafts[i])
+                    rows[taken + 1 :], most[i] = -1, taken
+                else:
+                    text.request.mask.fill(rows[0])
+            except Exception as e:  # an error of its own grammar: the others are sampled all the same
+                text.failed = e
+                rows[:] = -1
         on_device = upload(words, self.device)
-        return ((on_device[:, :, None] >> self.bits) & 1).flatten(1)[:, : self.V].bool()
+        return ((on_device[:, :, None] >> self.bits) & 1).flatten(1)[:, : self.V].bool(), most
+
+
+def _before(drafts: list[Drafts]) -> list[tuple[int, int]]:
+    """Return (row, token) for each draft and each row of its sequence after it."""
+    pairs, first = [], 0
+    for given in drafts:
+        pairs += [(first + i, token) for i in range(1, len(given) + 1) for token in given[:i]]
+        first += 1 + len(given)
+    return pairs
 
 
 class LogProbs:

@@ -15,12 +15,13 @@ from asking import Client, Free, alone, build, prompts
 
 from lowq_cli.engine.drafts.drafter import Guess
 from lowq_cli.engine.drafts.ngram import NGram
-from lowq_cli.serving import restricted_drafts
+from lowq_cli.serving import sampler
 from lowq_cli.serving.draft_budget import PASS_GAIN, REMEMBERED, RUN, Answers, choose
 from lowq_cli.serving.draft_trials import Trials
 from lowq_cli.serving.http.answers import Answer
+from lowq_cli.serving.http.rules import Rules
 from lowq_cli.serving.http.text import Writer
-from lowq_cli.serving.request import Draw, Event, Mask, Request
+from lowq_cli.serving.request import Draw, Event, Mask, Request, allow
 from lowq_cli.serving.sequence import MANY, Sequence
 
 KINDS = {
@@ -220,16 +221,16 @@ class Even(Mask):
 
 OPTIONS = (
     {"logprobs": 2},
+    {"temperature": 1.0, "top_p": 0.9, "seed": 8, "logprobs": 0},
     {"presence_penalty": 1.5, "frequency_penalty": 0.5},
     {"repetition_penalty": 1.4},
     {"logit_bias": {7: -100, 9: 5}},
-    {"temperature": 1.0, "top_p": 0.9, "seed": 8, "logprobs": 0},
     {"temperature": 1.0, "top_k": 5, "seed": 3},
     {"temperature": 1.0, "top_p": 0.7, "min_p": 0.05, "seed": 4},
 )
 
 
-RESTRICTED = 5  # place of the first option with which drafts are checked, too
+DRAFTED = 2  # place of the first option with which drafts are checked, too
 
 
 def test_penalties_and_grammars_hold_next_to_requests_with_drafts(model, client):
@@ -251,7 +252,81 @@ def test_penalties_and_grammars_hold_next_to_requests_with_drafts(model, client)
         assert all(a.logprob == pytest.approx(b.logprob, abs=1e-4) for a, b in zip(ours, theirs, strict=True))
     assert c.tokens(with_mask) == [mask.seen]
     assert len(mask.seen) == 40
-    assert [sum(events[-1].drafted) > 0 for events in found] == [False] * RESTRICTED + [True] * (len(found) - RESTRICTED)
+    assert [sum(events[-1].drafted) > 0 for events in found] == [False] * DRAFTED + [True] * (len(found) - DRAFTED)
+    counted(c)
+
+
+class Sums(Mask):
+    """Allows the tokens that leave the same remainder as the sum of those so far; of drafts it takes some, at random."""
+
+    takes_drafts = True
+
+    def __init__(self, step, seed):
+        self.step, self.sum, self.rng = step, 0, random.Random(seed)
+
+    def fill(self, words):
+        self._fill(words, self.sum)
+
+    def _fill(self, words, total):
+        for token in range(total % self.step, 320, self.step):
+            allow(words, token)
+
+    def fill_drafts(self, words, drafts):
+        self._fill(words[0], self.sum)
+        sums = list(accumulate(drafts, initial=self.sum))
+        taken = min(self.rng.choice([1, 3, 99]), len(drafts))
+        for i in range(1, taken + 1):
+            if (drafts[i - 1] - sums[i - 1]) % self.step:
+                return i - 1  # it does not allow that one
+            words[i] = 0
+            self._fill(words[i], sums[i])
+        return taken
+
+    def accept(self, token):
+        assert (token - self.sum) % self.step == 0
+        self.sum += token
+
+
+def combination(rng):
+    """(settings, stop ids, a function that makes the mask), each there or not."""
+    some = {
+        "repetition_penalty": rng.choice([0.7, 1.3, 2.0]), "presence_penalty": rng.uniform(-2, 2),
+        "frequency_penalty": rng.uniform(-1, 2), "logit_bias": {rng.randrange(320): rng.uniform(-50, 20) for _ in range(9)},
+        "top_k": rng.randint(1, 40), "top_p": rng.uniform(0.5, 1), "min_p": rng.uniform(0, 0.2),
+    }  # fmt: skip
+    how = {name: value for name, value in some.items() if rng.random() < 0.5}
+    how |= {"temperature": rng.choice([0.0, 0.7, 1.3]), "seed": rng.randrange(1 << 40)}
+    stop = frozenset(rng.sample(range(320), rng.choice([0, 0, 20])))
+    step, seed, least = rng.choice([0, 0, 3, 40]), rng.random(), rng.choice([0, 0, 9, 60])
+
+    def mask():
+        inner = Sums(step, seed) if step else None
+        rules = Rules(least, form="a form" if step else "", ends=sorted(stop))
+        return rules.mask(None, lambda form: inner) if least else inner
+
+    return how, stop, mask
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_settings_together_are_answered_as_without_drafts(model, client, seed):
+    """Penalties, biases, restrictions, grammars, min_tokens and stop tokens in generated combinations, in the same passes."""
+    rng = random.Random(seed)
+    some = [combination(rng) for _ in range(12)]
+    asked = prompts(*(20 + 7 * i for i in range(12)), seed=30 + seed)
+
+    def ask(c):
+        given = [Request(tuple(p), 40, s, Draw(**how), mask()) for p, (how, s, mask) in zip(asked, some, strict=True)]
+        return c.follow(*[c.engine.submit(request) for request in given])
+
+    plain = Client(model, running=6)
+    told = [[(e.token, e.finish_reason) for e in events] for events in ask(plain)]
+    plain.engine.stop(0)
+    assert {events[-1][1] for events in told} == {"stop", "length"}
+    answers = ([token for token, _ in events] for events in told)
+    c = client(dict(zip(map(tuple, asked), answers, strict=True)), seed, running=6)
+    heard = ask(c)
+    assert [[(e.token, e.finish_reason) for e in events] for events in heard] == told
+    assert sum(sum(events[-1].drafted) > 0 for events in heard) > 9
     counted(c)
 
 
@@ -260,8 +335,14 @@ def test_sixteen_sequences_that_are_sampled_and_drafted_by_n_grams(ahead):
     """Each has settings of its own; the second time n-grams go on from the first answers."""
     model = build("llama")
     asked = [p + p for p in prompts(*(9 + i for i in range(16)), seed=21)]
-    some = ({}, {"top_k": 20, "top_p": 0.95}, {"min_p": 0.1}, {"top_k": 3})
-    how = [{"temperature": 0.6 + i / 20, "seed": 100 + i, **some[i % 4]} for i in range(16)]
+    some = (
+        {},
+        {"top_k": 20, "top_p": 0.95},
+        {"min_p": 0.1, "repetition_penalty": 1.1},
+        {"top_k": 3},
+        {"frequency_penalty": 0.2},
+    )
+    how = [{"temperature": 0.6 + i / 20, "seed": 100 + i, **some[i % 5]} for i in range(16)]
     plain = Client(model, running=16)
     wanted = plain.tokens(*[plain.ask(p, 40, **h) for p, h in zip(asked, how, strict=True)])
     plain.engine.stop(0)
@@ -285,14 +366,14 @@ def test_an_error_in_drawing_one_sequence_again_leaves_the_others(model, client,
     plain = Client(model, running=3)
     wanted = plain.tokens(*[plain.ask(p, 30, **h) for p, h in zip(asked, how, strict=True)])
     plain.engine.stop(0)
-    whole = restricted_drafts.restricted
+    whole = sampler.restricted
 
     def without_five(scores, draws):
         if any(d.top_k == 5 for d in draws):
             raise MemoryError("no room")
         return whole(scores, draws)
 
-    monkeypatch.setattr(restricted_drafts, "restricted", without_five)
+    monkeypatch.setattr(sampler, "restricted", without_five)
     c = client(dict(zip(map(tuple, asked), wanted, strict=True)), running=3)
     heard = c.follow(*[c.ask(p, 30, **h) for p, h in zip(asked, how, strict=True)])
     assert [[e.token for e in heard[i]] for i in (0, 2)] == [wanted[0], wanted[2]]

@@ -9,7 +9,7 @@ import signal
 import numpy as np
 import pytest
 from answering import gated
-from asking import prompts
+from asking import Client, Free, build, prompts
 from saying import byte_tokenizer
 from test_engine_process import Apart, gone
 
@@ -241,6 +241,28 @@ def test_a_mask_that_takes_long_to_make_holds_up_no_other_request_and_can_be_can
     assert all(token % 5 == 0 for token in apart.tokens(first)[0])
     assert len(apart.follow(cancelled)[0]) == 1
     apart.engine.stop(0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_answers_in_a_form_take_drafts_and_are_those_without(there, temperature):
+    model, recipe = build("llama"), grammar(PET | {"properties": PET["properties"] | {"name": {"enum": ["abcabcabcabc"]}}})
+    asked = [p + byte_tokenizer()('{"name": "abcabcabcabc", "kind": "dog", "age": 12}')["input_ids"] for p in prompts(5, 9, 4)]
+
+    def answers(c):
+        how = [Draw(temperature=temperature, seed=i, repetition_penalty=1.05) for i in range(3)]
+        given = [Request(tuple(p), 90, frozenset([END]), h, there.mask(recipe)) for p, h in zip(asked, how, strict=True)]
+        return c.follow(*[c.engine.submit(request) for request in given])
+
+    plain = Client(model, running=3)
+    wanted = [[e.token for e in events] for events in answers(plain)]
+    plain.engine.stop(0)
+    assert any(byte_tokenizer().decode(tokens).startswith('{"name": "abcabcabcabc", "kind": "') for tokens in wanted)
+    c = Client(model, draft="ngram", running=3)
+    c.engine.drafts.costs = Free(c.engine.drafts.costs)
+    heard = answers(c)
+    c.engine.stop(0)
+    assert [[e.token for e in events] for events in heard] == wanted
+    assert all(events[-1].drafted[0] > 9 for events in heard)
 
 
 def children(pid):

@@ -1,4 +1,7 @@
-"""Drafts of requests with top_k, top_p or min_p: a pass draws without these, so their rows are drawn once more after it."""
+"""Drafts of requests that need more than a temperature: a pass draws by that alone, so their rows are drawn once more after it.
+
+A row's penalties count the drafts before it, and its mask is the one after them.
+"""
 
 import numpy as np
 import torch
@@ -6,45 +9,50 @@ import torch
 from lowq_cli.engine.batch import upload
 from lowq_cli.serving.draft_passes import Checked
 from lowq_cli.serving.model_runner import ModelRunner
-from lowq_cli.serving.sampler import restricted
+from lowq_cli.serving.sampler import Special
 from lowq_cli.serving.sequence import Sequence
 from lowq_packers.errors import device_lost
 
 Place = tuple[int, int, Checked, Sequence]  # of a sequence in a pass: its number there, its first row, its rows, and itself
+NO_TOKEN = -1  # a draft that no token equals, so that it counts as wrong
 
 
-def draw_restricted(runner: ModelRunner, result: torch.Tensor, logits: torch.Tensor, places: list[Place]) -> None:
+def draw_special(
+    runner: ModelRunner, special: Special, result: torch.Tensor, logits: torch.Tensor, places: list[Place]
+) -> None:
     """Draw after each row of these sequences, as plain passes would; write the tokens and the numbers of right drafts into
     `result`, which `DraftPasses.run` returned together with `logits`.
 
     If that fails, each sequence is drawn alone, and one that fails again has `failed` set while the others go on.
     """
     try:
-        _draw(runner, result, logits, places)
+        _draw(runner, special, result, logits, places)
     except Exception as e:  # no memory for all at once, or for this sequence
         if device_lost(e):
             raise  # no sequence can go on
         for place in places if len(places) > 1 else ():
-            draw_restricted(runner, result, logits, [place])
+            draw_special(runner, special, result, logits, [place])
         if len(places) == 1:
             places[0][-1].failed = e
 
 
-def _draw(runner: ModelRunner, result: torch.Tensor, logits: torch.Tensor, places: list[Place]) -> None:
+def _draw(runner: ModelRunner, special: Special, result: torch.Tensor, logits: torch.Tensor, places: list[Place]) -> None:
     """Draw, and move the sequences on only after everything that can fail: the call may be repeated."""
     r, (numbers, starts, checked, texts) = runner.rows, zip(*places, strict=True)
     n, state_row = np.array([len(c.tokens) for c in checked]), [c.state_row for c in checked]
     first = np.cumsum(n) - n  # of each sequence among the rows that are drawn here
     after = np.arange(n.sum()) - np.repeat(first, n)
-    of_rows = [after + np.repeat(starts, n), np.repeat(state_row, n), after, [t for c in checked for t in c.tokens]]
-    at, row, after_newest, ids = upload(np.array(of_rows), r.device)
+    of_rows = [after + np.repeat(starts, n), np.repeat(state_row, n), after, np.repeat(np.arange(len(n)), n)]
+    at, row, after_newest, text_of_row = upload(np.array(of_rows), r.device)
+    scores, most = special.scores(logits.index_select(0, at).float(), list(texts), row, [list(c.tokens[1:]) for c in checked])
+    ids = [t if i <= taken else NO_TOKEN for c, taken in zip(checked, most, strict=True) for i, t in enumerate(c.tokens)]
     of_texts = [first, n, state_row, np.add(numbers, len(result) // 2)]
     firsts, counts, rows, outputs = upload(np.array(of_texts), r.device)
-    draws = [t.request.draw for t, rows_of_text in zip(texts, n.tolist(), strict=True) for _ in range(rows_of_text)]
-    scores = restricted(logits.index_select(0, at).float(), draws)
     drawn, accepted = torch.zeros_like(at), torch.zeros_like(rows)
     each, pos = torch.arange(len(at), dtype=torch.int32, device=r.device), r.pos.index_select(0, row) + after_newest.int()
-    runner.ops.choose_rows(scores, each, drawn, pos, r.seed.index_select(0, row), r.temperature.index_select(0, row))
+    seed, temperature = r.seed.index_select(0, row), r.temperature.index_select(0, row)
+    runner.ops.choose_rows(scores.contiguous(), each, drawn, pos, seed, temperature)
     result.index_copy_(0, at, drawn)
-    runner.ops.accept(drawn, ids, firsts, counts, rows, r.token, r.pos, accepted)
+    runner.ops.accept(drawn, upload(np.array(ids, np.int64), r.device), firsts, counts, rows, r.token, r.pos, accepted)
+    special.count([t.request.draw for t in texts], row, drawn, after_newest <= accepted.index_select(0, text_of_row))
     result.index_copy_(0, outputs, accepted)
