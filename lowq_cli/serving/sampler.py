@@ -177,8 +177,11 @@ class Special:
             at, token = upload(np.array(before, np.int64).T, self.device)
             counts.index_put_((at, token), torch.ones_like(token, dtype=torch.int16), accumulate=True)
         seen = self.prompted.index_select(0, row) | (counts > 0)
-        scores = penalise(scores, seen, p[:, :1])  # type: ignore[arg-type]  # a column of them
-        return scores - p[:, 1:2] * (counts > 0) - p[:, 2:3] * counts
+        if scores.is_cpu:  # a GPU would have to wait for the number of these tokens
+            at, token = seen.nonzero(as_tuple=True)
+            one_each = scores[at, token][:, None], seen[at, token][:, None], p[at], counts[at, token][:, None]
+            return scores.index_put((at, token), _penalise(*one_each)[:, 0])
+        return _penalise(scores, seen, p, counts)
 
     def _allowed(self, texts: list[Sequence], drafts: list[Drafts]) -> tuple[torch.Tensor, list[int]]:
         """Return (n, V) bool, the tokens that the masks allow, and the number of drafts that each mask takes; the host has
@@ -207,6 +210,12 @@ class Special:
                 rows[:] = -1
         on_device = upload(words, self.device)
         return ((on_device[:, :, None] >> self.bits) & 1).flatten(1)[:, : self.V].bool(), most
+
+
+def _penalise(scores: torch.Tensor, seen: torch.Tensor, p: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Return scores (n, V) with the penalties p (n, 3) of tokens `seen` in the text, and of those sampled `counts` times."""
+    scores = penalise(scores, seen, p[:, :1])  # type: ignore[arg-type]  # a column of them
+    return scores - p[:, 1:2] * (counts > 0) - p[:, 2:3] * counts
 
 
 def _before(drafts: list[Drafts]) -> list[tuple[int, int]]:
