@@ -51,6 +51,19 @@ def draft_speed() -> str:
 
 
 @part
+def draft_settings() -> str:
+    """Processor time of the server's engine by sampling settings."""
+    found = []
+    for r in read("cpu/draft_settings.json")["rows"]:
+        none, ngram = r["none"], r["ngram"]
+        times, each = f"{none['processor'] / ngram['processor']:.2f}", ngram["tokens"] / ngram["passes"]
+        texts = f"{none['tokens']:,}", f"{r['parted']}"
+        found.append((r["settings"], f"{none['processor']:.1f}", f"{ngram['processor']:.1f}", times, f"{each:.2f}", *texts))
+    columns = ("settings", ">ms a token without", ">with n-grams", ">times", ">tokens a pass", ">tokens", ">texts that part")
+    return table(columns, found)
+
+
+@part
 def draft_steps() -> str:
     """Milliseconds of processor time of steps on a CPU by the number of their rows."""
     (row,) = (r for _, r in _rows("drafts.json", "steps"))

@@ -1,4 +1,4 @@
-"""docs/serving.md: soaks (cpu/serve_soak*.json, of tests/fuzz/soak.py), swaps of models, adapters, loads (serve_own.py)."""
+"""docs/serving.md: soaks (cpu/serve_soak*.json, of tests/fuzz/soak.py), swaps of models, adapters, loads, forms."""
 
 from pages import milliseconds, part, read, table
 
@@ -121,3 +121,22 @@ def kills() -> str:
         f"all answers came within {wait['p50']:.0f} s and 99% within {wait['p99']:.0f}. Then the server itself was killed "
         f"while it loaded, answered and unloaded: {left} engines were left after {seconds:.0f} s.\n"
     )
+
+
+@part
+def forms_first() -> str:
+    """The first requests for an answer in a form (forms_first.py)."""
+    run, lines = read("cpu/forms_first.json"), []
+    for r in run["rows"]:
+        later, memory = range(1, len(r["seconds"])), r["mb_after"]
+        waits = (f"{r['seconds'][0]:.1f}", f"{max(r['seconds'][i] for i in later):.1f}")
+        gaps = (f"{r['gaps'][0]:.2f}", f"{max(r['gaps'][i] for i in later):.2f}", f"{max(r['gaps_before']):.2f}")
+        grown = sum(memory.values()) - sum(r["mb_before"].values())
+        lines.append((NAMES[r["tree"]], *waits, *gaps, f"{grown} MB"))
+    columns = ("", ">first answer, s", ">later ones", ">longest gap of another answer, s", ">later", ">without", ">memory")
+    about = f"{run['tokens']:,} tokens, {run['cpus']} cores that other programs used, too, {run['date']}"
+    servers = f"medians of {run['rows'][0]['loads']} servers (`benchmarks/forms_first.py`)"
+    return table(columns, lines) + f"\n{about}; {servers}.\n"
+
+
+NAMES = {"before": "prepared in the processes of the server and the engine", "now": "in a process of its own"}

@@ -7,4 +7,5 @@ need more than a temperature) -> `request.Event`s -> the pipe -> `Hub` -> `http/
 in which `output/read.Reader` finds thoughts and calls -> `http/reply.py`, in the form of one of `dialects/`.
 With drafts, a sequence's `guessing.TextDrafter` guesses (by n-grams or a `device_drafts.DeviceDrafts`),
 `draft_rounds.DraftRounds` decides how many guesses a pass takes, and `draft_passes.DraftPasses` computes it and checks them.
+The tokens that a grammar allows come from another process (`mask_process.MaskProcess`).
 """

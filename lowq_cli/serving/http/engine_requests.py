@@ -46,7 +46,7 @@ async def queue(model: ServedModel, params: fields.Params, client: str, receive:
     prompts, place, pictures = await prompts_of(model, params, offered)
     mask: Callable[[], Mask] | None = None  # None: any text is allowed
     if params.get("response_format") is not None or offered.forced:
-        # in a thread: the first call takes a second, later ones milliseconds, with large schemas up to seconds
+        # in a thread: the first call imports the library, and large schemas take up to seconds
         mask = await asyncio.to_thread(tools.form, params, offered, place, model.grammars)
     check_lengths(model, prompts, "messages" if chat else "prompt")
     ending |= frozenset(params.get("stop_token_ids", ()))
