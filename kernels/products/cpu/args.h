@@ -26,7 +26,6 @@ struct Args {
     const void* x;         // (M, K) `dtype`
     const int32_t* words;  // layout `cpu`
     const void *scales, *zeros, *bias;  // `meta`; zeros and bias may be null
-    const float* most;     // (M,) the largest |x| of each row, for one digit
     void* y;               // (M, N) `dtype`
     const float *table, *factor;  // (1 or tables, 2^bits) and (tables,), or null: what codes stand for, what multiplies scales
     int32_t M, N, K, bits, group, groups, chunks;

@@ -53,7 +53,7 @@ KINDS = {"p": ctypes.c_void_p, "q": ctypes.c_int64, "i": ctypes.c_int32, "f": ct
 Call = struct("Call", i="what dtype", p="args")
 Args = struct(
     "Args",
-    p="x words scales zeros bias most y table factor",
+    p="x words scales zeros bias y table factor",
     i="M N K bits group groups chunks block blocks dtype meta digits threads scale tables apart",
     f="mid",
 )

@@ -9,7 +9,6 @@ import torch
 
 from lowq_kernels.dispatch.registry import Config, register
 from lowq_kernels.products.cpu import native
-from lowq_packers import fp8
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.cpu import chunks
 
@@ -25,19 +24,19 @@ def packed(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: 
 @register("cpu/packed_int8", layouts=("cpu",), devices=("cpu",), refuse=native.refuse, acts=("int8",), rank=5)
 def packed_int8(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
     """As `packed`, with each row of x (M, K) rounded to 8 bits (`--act int8`): half the dot products."""
-    return _product(x, p, bias, x.abs().amax(1).float().clamp(min=fp8.LEAST))
+    return _product(x, p, bias, digits=1)
 
 
-def _product(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, most: torch.Tensor | None = None) -> torch.Tensor:
-    """x (M, K) @ dequantize(p)^T + bias -> (M, N). most (M,): round rows of x to 8 bits between minus it and it."""
+def _product(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, digits: int = 2) -> torch.Tensor:
+    """x (M, K) @ dequantize(p)^T + bias -> (M, N), x as integers of so many digits."""
     M = x.shape[0]
     y = torch.empty(M, p.N, dtype=x.dtype)
     if M == 0:
         return y
     bias = None if bias is None else bias.to(p.scales.dtype).contiguous()
     tensors, sizes = operands(p)
-    tensors |= {"x": x, "bias": bias, "most": most, "y": y}
-    native.product(tensors, p.scales.dtype, M=M, **sizes, digits=2 if most is None else 1)
+    tensors |= {"x": x, "bias": bias, "y": y}
+    native.product(tensors, p.scales.dtype, M=M, **sizes, digits=digits)
     return y
 
 

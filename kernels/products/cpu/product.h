@@ -31,11 +31,18 @@ struct Product {
         return {quads + (size_t)a.chunks * CHUNK * BYTES * m0, meta + 2 * n, meta + 2 * n + (size_t)a.blocks * MB, MB};
     }
 
-    void round(long i) const {  // row i / blocks, block i % blocks
-        int m = i / a.blocks, m0 = m / MOST * MOST;
+    void round(int m, int b, float row_largest) const {
+        const int m0 = m / MOST * MOST;
         const Rounded x = block(m0);
-        if (Isa::pairs(BITS, D, x.MB)) round_block<BITS, D, Isa::pairs(BITS, D, MOST)>(a, m, i % a.blocks, m - m0, x);
-        else round_block<BITS, D, false>(a, m, i % a.blocks, m - m0, x);
+        if (Isa::pairs(BITS, D, x.MB)) round_block<BITS, D, Isa::pairs(BITS, D, MOST)>(a, m, b, m - m0, row_largest, x);
+        else round_block<BITS, D, false>(a, m, b, m - m0, row_largest, x);
+    }
+
+    // Part i of all: of two digits a block, of one digit a row, whose blocks share a scale.
+    void round_part(long i) const {
+        if (D == 2) return round(i / a.blocks, i % a.blocks, 0);
+        const float most = largest_of_row(a, i);
+        for (int b = 0; b < a.blocks; b++) round(i, b, most);
     }
 
     // The rows m .. m + MB of x, which begin with row m0 of all.
@@ -93,7 +100,7 @@ struct Product {
 #pragma omp parallel num_threads(a.threads)
         {
 #pragma omp for schedule(static)
-            for (long i = 0; i < (long)a.M * a.blocks; i++) product.round(i);
+            for (long i = 0; i < (long)a.M * (D == 2 ? a.blocks : 1); i++) product.round_part(i);
 #pragma omp for schedule(dynamic, 1)
             for (int t = 0; t < tiles; t += TILES) product.tiles(t, t + TILES < tiles ? t + TILES : tiles);
         }

@@ -51,15 +51,11 @@ struct Rounded {
     int MB;
 };
 
-// The n values of one row from k0 on as whole numbers v, zeros beyond K; what they are multiples of. Two digits: a power of
-// two, |v| < 2^14, so that a bf16 or fp16 within 2^-6 or 2^-3 of the largest is exact and any other is off by at most 2^-14 of
-// that. One digit: the row's max / 127, as `activations.int8_rows` has it. Where anything is infinite or no number it is NaN.
-template <int D>
-inline float whole_numbers(const Args& a, int row, int k0, int n, int* v) {
-    alignas(64) float x[128];
-    int have = a.K - k0 < n ? a.K - k0 : n;
-    widen(x, a.x, a.dtype, (size_t)row * a.K + k0, have);
-    for (int i = have; i < n; i++) x[i] = 0;
+constexpr int LONGEST = 128;  // max. k of a block
+constexpr float LEAST = 1e-30f;  // as packers/fp8.py has it: a row of zeros is rounded as if this were its largest
+
+// The bits of the largest |x| of n values; of infinity or no number, where any is that, 0x7f800000 and above.
+inline uint32_t largest_bits(const float* x, int n) {
     uint32_t top = 0;
     for (int i = 0; i < n; i++) {
         uint32_t u;
@@ -67,6 +63,34 @@ inline float whole_numbers(const Args& a, int row, int k0, int n, int* v) {
         u &= 0x7fffffff;
         top = u > top ? u : top;
     }
+    return top;
+}
+
+// The largest |x| of a row, no less than LEAST.
+inline float largest_of_row(const Args& a, int row) {
+    alignas(64) float x[LONGEST];
+    uint32_t top = 0;
+    for (int k0 = 0; k0 < a.K; k0 += LONGEST) {
+        const int n = a.K - k0 < LONGEST ? a.K - k0 : LONGEST;
+        widen(x, a.x, a.dtype, (size_t)row * a.K + k0, n);
+        const uint32_t here = largest_bits(x, n);
+        top = here > top ? here : top;
+    }
+    float most;
+    memcpy(&most, &top, 4);
+    return most < LEAST ? LEAST : most;
+}
+
+// The n values of one row from k0 on as whole numbers v, zeros beyond K; what they are multiples of. Two digits: a power of
+// two, |v| < 2^14, so that a bf16 or fp16 within 2^-6 or 2^-3 of the largest is exact and any other is off by at most 2^-14 of
+// that. One digit: the row's largest / 127, as `activations.int8_rows` has it. Where anything is infinite or no number it is NaN.
+template <int D>
+inline float whole_numbers(const Args& a, int row, int k0, int n, float row_largest, int* v) {
+    alignas(64) float x[LONGEST];
+    int have = a.K - k0 < n ? a.K - k0 : n;
+    widen(x, a.x, a.dtype, (size_t)row * a.K + k0, have);
+    for (int i = have; i < n; i++) x[i] = 0;
+    const uint32_t top = largest_bits(x, n);
     float amax, scale = 0, inverse = 0;
     memcpy(&amax, &top, 4);
     if (top >= 0x7f800000) {
@@ -76,7 +100,7 @@ inline float whole_numbers(const Args& a, int row, int k0, int n, int* v) {
         memcpy(&scale, &s, 4);
         memcpy(&inverse, &r, 4);
     } else if (D == 1) {
-        scale = a.most[row] / 127, inverse = 127 / a.most[row];
+        scale = row_largest / 127, inverse = 127 / row_largest;
     }
     const float most = D == 2 ? 16383.f : 127.f;
     for (int i = 0; i < n; i++) {
@@ -87,14 +111,14 @@ inline float whole_numbers(const Args& a, int row, int k0, int n, int* v) {
     return scale;
 }
 
-// One block of one row: x ~ scale * (128 h + l) of two digits, scale * h of one.
+// One block of one row: x ~ scale * (128 h + l) of two digits, scale * h of one, whose scale follows from `row_largest`.
 template <int BITS, int D, bool PAIRS>
-inline void round_block(const Args& a, int row, int block, int m, const Rounded& out) {
+inline void round_block(const Args& a, int row, int block, int m, float row_largest, const Rounded& out) {
     const int n = a.block, k0 = block * n;
     constexpr int BYTES = PAIRS ? 2 : D;
-    alignas(64) int v[128];
-    alignas(64) int8_t digit[BYTES][128];
-    const float scale = whole_numbers<D>(a, row, k0, n, v);
+    alignas(64) int v[LONGEST];
+    alignas(64) int8_t digit[BYTES][LONGEST];
+    const float scale = whole_numbers<D>(a, row, k0, n, row_largest, v);
     int total = 0;
     for (int i = 0; i < n; i++) {
         total += v[i];

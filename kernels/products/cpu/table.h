@@ -130,7 +130,7 @@ struct TableProduct {
         const Whole x = rows(m0);
         const size_t at = (size_t)c * x.MB + row - m0;
         alignas(64) int v[CHUNK];
-        x.scale[at] = whole_numbers<2>(a, row, c * CHUNK, CHUNK, v);
+        x.scale[at] = whole_numbers<2>(a, row, c * CHUNK, CHUNK, 0, v);
         for (int j = 0; j < CHUNK; j++) x.values[at * CHUNK + j] = (int16_t)v[code_of(BITS, j)];
     }
 
