@@ -4,7 +4,8 @@
 
 Each model is quantized to each width (lsq, groups of 64), and its predictions in windows of 512 tokens are compared with those
 of 16-bit activations: perplexity, KL divergence, agreement. Modes: int8, fp8, either but for the down projections, and what
-`--act auto` takes. On CPUs rounding is the definition's.
+`--act auto` takes. On CPUs rounding is the definition's. Rows of an earlier run stay in FILE.json, except those of the same
+model and width.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import torch
 import lowq
 from lowq_cli.calibrate.texts import tokenize, windows
 from lowq_cli.engine.open_model import ready
-from lowq_cli.evaluate.eight_bits import Choice, choose, own_text
+from lowq_cli.evaluate.eight_bits import choose, own_text
 from lowq_cli.evaluate.logits import device_of, logits_of
 from lowq_cli.hf.activations import quantized_linears
 from lowq_packers.scheme import Act
@@ -56,8 +57,8 @@ def compared(model: Any, cut: torch.Tensor, modes: dict[str, Acts]) -> dict[str,
 
 
 @contextmanager
-def quantized(folder: Path, width: int, device: str) -> Iterator[tuple[Any, Any, dict[str, Acts], Choice]]:
-    """The model in `width` bits, its tokenizer, the modes by name, and what `auto` chose."""
+def quantized(folder: Path, width: int, device: str) -> Iterator[tuple[Any, Any, dict[str, Acts]]]:
+    """The model in `width` bits, its tokenizer, and the modes by name but for `auto`."""
     with tempfile.TemporaryDirectory() as at:
         out = Path(at) / "m"
         lowq.quantize(str(folder), out=out, bits=width, group=64, lm_head="keep", device=device)
@@ -67,9 +68,7 @@ def quantized(folder: Path, width: int, device: str) -> Iterator[tuple[Any, Any,
         for act in ("int8", "fp8"):
             modes[act] = dict.fromkeys(names, act)
             modes[f"{act}, down in 16 bits"] = {n: act for n in names if not n.endswith("down")}
-        choice = choose(model, own_text(model, tokenizer))
-        modes["auto"] = dict.fromkeys(choice.rounded, choice.act)
-        yield model, tokenizer, modes, choice
+        yield model, tokenizer, modes
 
 
 def set_acts(model: Any, acts: Acts) -> None:
@@ -81,9 +80,12 @@ def set_acts(model: Any, acts: Acts) -> None:
 def rows_of(folder: Path, texts: list[Path], bits: tuple[int, ...], device: str, tokens: int) -> Iterator[Row]:
     """A row for each width."""
     for width in bits:
-        with quantized(folder, width, device) as (model, tokenizer, modes, choice):
+        with quantized(folder, width, device) as (model, tokenizer, modes):
+            choice = choose(model, own_text(model, tokenizer))
+            modes["auto"] = dict.fromkeys(choice.rounded, choice.act)
             told = vars(choice) | {"said": str(choice)}
-            row: Row = {"model": folder.name, "bits": width, "layers": len(modes["int8"]), "auto": told}
+            row: Row = {"model": folder.name, "bits": width, "date": datetime.now(UTC).date().isoformat()}
+            row |= {"torch": torch.__version__, "layers": len(modes["int8"]), "auto": told}
             for text in texts:
                 cut = windows(tokenize(tokenizer, text.read_text()), 512, tokens)
                 row[text.stem] = {"tokens": cut.numel(), **compared(model, cut, modes)}
@@ -101,12 +103,12 @@ def main() -> None:
     ask.add_argument("--out", type=Path, required=True)
     args = ask.parse_args()
     name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    found: Row = {"device": name, "torch": torch.__version__, "date": datetime.now(UTC).date().isoformat(), "rows": []}
+    rows: list[Row] = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
     for folder in args.models:
         for row in rows_of(folder, args.texts, args.bits, args.device, args.max_tokens):
-            found["rows"].append(row)
+            rows = [r for r in rows if (r["model"], r["bits"]) != (row["model"], row["bits"])] + [row]
             print(json.dumps(row), flush=True)
-            args.out.write_text(json.dumps(found, indent=1) + "\n")
+            args.out.write_text(json.dumps({"device": name, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,17 @@
 """docs/fp8.md: quantizer, products, 8-bit activations, accuracy.
 
 Results: h100/fp8.json (fp8.py), h200/act_products.json (act_products.py), h200 and cpu/act_quality.json (act_quality.py),
-h200/experts_8bit.json (experts_speed.py).
+h200/experts_8bit.json (experts_speed.py), cpu/act_tasks.json (act_tasks.py).
 """
 
+from math import sqrt
 from statistics import geometric_mean
 
 from pages import Row, part, read, shown, table
+
+MODES = ("int8", "int8, down in 16 bits", "fp8", "fp8, down in 16 bits")
+TEXTS = {"wikitext2_test": "WikiText-2", "mix_valid_sample": "mix"}
+TASKS = {"word": "next word", "choice": "word of four"}
 
 
 @part
@@ -137,11 +142,10 @@ def act_experts() -> str:
 def act_quality() -> str:
     """What rounding costs in predictions, by width and mode."""
     runs, lines = [read(f"{where}/act_quality.json") for where in ("h200", "cpu")], []
-    modes = ("int8", "int8, down in 16 bits", "fp8", "fp8, down in 16 bits", "auto")
-    texts = {"wikitext2_test": "WikiText-2", "mix_valid_sample": "mix"}
+    modes = (*MODES, "auto")
     rows = runs[0]["rows"] + [r for r in runs[1]["rows"] if r["model"] == "story"]
     for r in sorted(rows, key=lambda r: (r["model"], -r["bits"])):
-        for name, text in texts.items():
+        for name, text in TEXTS.items():
             found = r[name]
             plain = found["none"]["ppl"]
             costs = [
@@ -150,6 +154,46 @@ def act_quality() -> str:
             took = f"{r['auto']['act']}, {r['auto']['share']:.0%}"
             lines.append((r["model"], r["bits"], text, f"{plain:.2f}", *costs, took))
     columns = ("model", ">bits", "text", ">perplexity, 16 bits", *(f">{m}" for m in modes), "auto took")
-    where = "; ".join(f"{m}: {r['device']}, {r['date']}" for m, r in zip(("base", "story"), runs, strict=True))
+    dates = {m: " and ".join(sorted({r["date"] for r in rows if r["model"] == m})) for m in ("base", "story")}
+    where = "; ".join(f"{m}: {run['device']}, {dates[m]}" for m, run in zip(dates, runs, strict=True))
     told = f"Perplexity against 16-bit activations and KL divergence, nats a token; {where}."
     return table(columns, lines) + f"\n{told}\n"
+
+
+Share = tuple[float, float]  # and its standard error, both of 1
+
+
+def _pooled(shares: list[tuple[int, Share]]) -> Share:
+    """The mean of shares of independent draws, weighted by their numbers of questions."""
+    n = sum(count for count, _ in shares)
+    return sum(count * share for count, (share, _) in shares) / n, sqrt(sum((count * se) ** 2 for count, (_, se) in shares)) / n
+
+
+def _of_task(row: Row, task: str, mode: str, what: str, error: str) -> Share:
+    """A share of both texts."""
+    texts = [row[name][task] for name in TEXTS]
+    return _pooled([(t["questions"], (t[mode][what], t[mode][error])) for t in texts])
+
+
+def _points(share: Share, form: str = "+.2f") -> str:
+    return f"{100 * share[0]:{form}} ± {100 * share[1]:.2f}"
+
+
+@part
+def act_tasks() -> str:
+    """What rounding costs in answers, by width and mode."""
+    run, lines = read("cpu/act_tasks.json"), []
+    rows = sorted((r for r in run["rows"] if r["bits"] < 16), key=lambda r: (r["model"], -r["bits"]))
+    every: dict[str, list[tuple[int, Share]]] = {mode: [] for mode in MODES}
+    for row in rows:
+        for task, told in TASKS.items():
+            n = sum(row[name][task]["questions"] for name in TEXTS)
+            changes = {mode: _of_task(row, task, mode, "difference", "difference_se") for mode in ("none", *MODES)}
+            for mode in MODES:
+                every[mode].append((n, changes[mode]))
+            right = _points(_of_task(row, task, "none", "right", "se"), ".1f")
+            lines.append((row["model"], row["bits"], told, f"{n:,}", right, *map(_points, changes.values())))
+    columns = ("model", ">bits", "task", ">questions", ">right, %", ">codes", *(f">{mode}" for mode in MODES))
+    means = ", ".join(f"{mode} {_points(_pooled(shares))}" for mode, shares in every.items())
+    where = f"{run['device']}, torch {rows[0]['torch']}, {max(r['date'] for r in rows)}"
+    return table(columns, lines) + f"\nAll rows together: {means}. {where}.\n"
