@@ -1,6 +1,7 @@
 """docs/cpu.md: the price of sampling, and lowq compared with llama.cpp.
 
-Results in cpu/: sampling.json, of sampling_cpu.py; llamacpp_1b*.json, of cpu_llamacpp.py; hybrids.json, of hybrids_cpu.py.
+Results in cpu/: sampling.json, of sampling_cpu.py; llamacpp_1b*.json, of cpu_llamacpp.py; hybrids.json, of hybrids_cpu.py;
+act_speed.json, of act_cpu.py.
 """
 
 from collections.abc import Iterator
@@ -55,6 +56,20 @@ def sampling_cpu() -> str:
     lines = table(("vocabulary", ">tokens", *heads), [(name, f"{V:,}", *cells) for (name, V), cells in by_size.items()])
     about = f"one thread, {report['cpu']}, torch {report['torch']}, numpy {report['numpy']}"
     return f"Milliseconds of a core a token: one sequence / each of eight. Measured {report['measured']}, {about}.\n\n{lines}"
+
+
+@part
+def cpu_act() -> str:
+    """Seconds of prompts with and without --act int8."""
+    rows, tasks = read("cpu/act_speed.json")["rows"], {"eval": "`eval`", "prompts": "`generate --prompts`"}
+    lines = [
+        (f"`{r['model']}`", told, r["texts"], *(f"{r[task][what]:.2f}" for what in ("none", "int8", "ratio")))
+        for r in sorted(rows, key=lambda r: str(r["model"]))
+        for task, told in tasks.items()
+    ]
+    columns = ("model", "command", ">texts of 900 tokens", ">16 bits, s", ">int8, s", ">ratio, median of rounds")
+    about = [f"`{r['model']}`: {r['processor']}, {r['cpu']}, {r['rounds']} rounds, load {r['load']}, {r['date']}" for r in rows]
+    return table(columns, lines) + f"\nCPU time of one thread, the least of all rounds. {'; '.join(about)}.\n"
 
 
 def _machine(report: dict[str, Any]) -> str:
