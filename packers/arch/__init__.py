@@ -29,6 +29,9 @@ class Family:
     sizes: defaults of SIZES; None for a field that the family does not have.
     rope_theta, local_rope_theta: bases of the rotary embedding if config.json has none; the second is for layers with a window,
     in families whose kinds of layers have different ones (0: the same for all).
+    rope_names: fields outside rope_parameters that give the base and the share of a head that is rotated.
+    own_rope: transformers' class has a rotation of its own, often a scaled one, for a config.json without rope_parameters;
+    transformers then reads that.
     gguf: llama.cpp's architecture. gguf_class: the transformers class as which such a file is read. mlx: mlx-lm supports it.
     """
 
@@ -42,6 +45,8 @@ class Family:
     gguf_class: str = ""
     mlx: bool = False
     layer_types: Callable[[Mapping[str, Any]], list[str]] | None = field(default=None)  # if config.json has none
+    rope_names: tuple[str, str] = ("rope_theta", "partial_rotary_factor")
+    own_rope: bool = False
     sizes: tuple[float | None, ...] = (None,) * len(SIZES)
 
     @property

@@ -20,4 +20,4 @@ DEFAULTS = {
     "eos_token_id": 2, "tie_word_embeddings": False, "num_key_value_heads": None, "hidden_act": "xielu",
     "attention_bias": False,
 }  # fmt: skip
-FAMILIES = (Family("apertus", apertus, DEFAULTS, 12000000.0, sizes=(131072, 4096, 14336, 32, 32, 65536, 1e-5)),)
+FAMILIES = (Family("apertus", apertus, DEFAULTS, 12000000.0, own_rope=True, sizes=(131072, 4096, 14336, 32, 32, 65536, 1e-5)),)

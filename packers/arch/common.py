@@ -51,6 +51,12 @@ def head_dim(c: Any) -> int:
     return getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
 
 
+def check_head_dim(c: Any) -> None:
+    """For a family whose class reads no head_dim: refuse a config with another one. Raises NotDescribed."""
+    D = c.hidden_size // c.num_attention_heads
+    unless(head_dim(c) != D, f"a head_dim of {head_dim(c)}, where transformers' class computes with {D}")
+
+
 def kv_heads(c: Any) -> int:
     """Heads of keys and values."""
     return getattr(c, "num_key_value_heads", None) or c.num_attention_heads
@@ -106,6 +112,8 @@ def attention(
     parts = (c.num_attention_heads * D * (2 if more.get("gated") else 1), kv * D, kv * D)
     rows = (sum(parts),) if len(names) == 1 and more.get("shares") is None else parts[: len(names)]
     turned = rope(c) if isinstance(turned, str) else turned
+    wide = (turned.of or turned.dims) if turned else 0
+    unless(wide > D or wide % 2, f"a rotation of {wide} values in heads of {D}")
     return Attention(
         linear(c, tuple(f"{p}.{module}.{n}" for n in names), rows, bias=bias),
         linear(c, f"{p}.{module}.{o}", c.hidden_size, c.num_attention_heads * D, bias=o_bias),
@@ -150,7 +158,9 @@ def mlp(
 
 def router(c: Any, name: str, experts: int, **more: Any) -> Router:
     """A router of the residual stream; top_k is the config's unless given."""
-    return Router(name, experts, c.hidden_size, more.pop("top_k", None) or c.num_experts_per_tok, **more)
+    top_k, (groups, kept) = more.pop("top_k", None) or c.num_experts_per_tok, more.get("groups", (1, 1))
+    unless(experts % groups or top_k > experts // groups * kept, f"{top_k} of {experts} experts in {kept} of {groups} groups")
+    return Router(name, experts, c.hidden_size, top_k, **more)
 
 
 def experts(c: Any, p: str, of: Router, inner: int, leaves: tuple[str, ...] = GATED, **more: Any) -> Experts:

@@ -43,8 +43,9 @@ def read_config(raw: Mapping[str, Any], tensors: int = MOST) -> tuple[Config, Mo
         raise NotPlain(str(e)) from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
         raise NotPlain(f"config.json lacks fields that its family needs ({type(e).__name__}: {e})") from None
-    if any(part.experts > max(tensors, MOST) for part in walk(model.layers) if isinstance(part, Router)):
-        raise NotPlain("config.json has more experts than a model can have")
+    for part in walk(model.layers):
+        if isinstance(part, Router) and (type(part.experts) is not int or part.experts > max(tensors, MOST)):
+            raise NotPlain(f"config.json has no number of experts that a model can have: {part.experts}")
     return config, model, family
 
 
@@ -80,9 +81,10 @@ def _text(raw: Mapping[str, Any], family: Family, tensors: int) -> Config:
     if fields.get("is_causal") is False or fields.get("use_bidirectional_attention") is True:
         raise NotPlain("attention that is not causal")
     if heads := fields.get("num_attention_heads"):
-        divides = bool(fields.get("head_dim") or fields.get("qk_rope_head_dim")) or fields["hidden_size"] % heads == 0
+        rotated = fields.get("qk_rope_head_dim") if "qk_rope_head_dim" in family.filled else None
+        divides = bool(fields.get("head_dim") or rotated) or fields["hidden_size"] % heads == 0
         fields["num_key_value_heads"] = fields.get("num_key_value_heads") or heads
-        fields["head_dim"] = fields.get("head_dim") or fields.get("qk_rope_head_dim") or fields["hidden_size"] // heads
+        fields["head_dim"] = fields.get("head_dim") or rotated or fields["hidden_size"] // heads
         whole = [fields[n] for n in ("num_key_value_heads", "head_dim")]
         if any(type(v) is not int or v < 1 for v in whole) or not divides or heads % whole[0]:
             raise NotPlain("config.json has heads of an unusual kind")
@@ -104,6 +106,8 @@ def _text(raw: Mapping[str, Any], family: Family, tensors: int) -> Config:
     plain = family.layer_types is None or not odd or odd <= set(family.layer_types(fields))
     if family.layer_types and (len(kinds) != fields["num_hidden_layers"] or not plain):
         raise NotPlain("config.json has layers of an unusual kind")
+    if family.own_rope and not (fields.get("rope_parameters") or fields.get("rope_scaling")):
+        raise NotPlain("config.json has no rope_parameters, and transformers' class has its own")
     rope = _by_type(fields, family) if family.local_rope_theta else _rope(fields, family)
     return Config(**{**fields, "rope_parameters": rope, "is_encoder_decoder": False})
 
@@ -119,9 +123,10 @@ def _number(value: Any) -> Any:
 def _rope(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """rope_parameters as transformers standardizes them, from its own or the older fields."""
     rope = _mapping(fields.get("rope_scaling") or fields.get("rope_parameters"))
-    rope.setdefault("rope_theta", fields.get("rope_theta", family.rope_theta))
-    if fields.get("partial_rotary_factor") is not None:
-        rope.setdefault("partial_rotary_factor", fields["partial_rotary_factor"])
+    base, share = family.rope_names
+    rope.setdefault("rope_theta", fields.get(base, family.rope_theta))
+    if fields.get(share) is not None:
+        rope.setdefault("partial_rotary_factor", fields[share])
     return _standard(rope, fields)
 
 

@@ -25,4 +25,4 @@ DEFAULTS = {
     "mlp_bias": False, "sliding_window": 8192, "layer_types": None,
 }  # fmt: skip
 SIZES = (128256, 6144, 21504, 64, 48, 131072, 1e-5)
-FAMILIES = (Family("cwm", cwm, DEFAULTS, 1000000.0, layer_types=layer_types, sizes=SIZES),)
+FAMILIES = (Family("cwm", cwm, DEFAULTS, 1000000.0, own_rope=True, layer_types=layer_types, sizes=SIZES),)

@@ -81,6 +81,7 @@ def decoder(c: Any, attend: Callable[[str], Mixer], mix: Callable[[str], Experts
 
 
 def deepseek_v2(c: Any) -> Model:
+    unless(getattr(c, "mlp_bias", False), "MLPs with biases")
     unless(c.topk_method not in ("greedy", "group_limited_greedy"), f"experts chosen by {c.topk_method}")
     grouped = c.topk_method == "group_limited_greedy"
     groups = (c.n_group, c.topk_group) if grouped else (1, 1)
@@ -142,5 +143,5 @@ FAMILIES = (
     Family("kimi_k2", deepseek_v3, V3, sizes=(129280, 7168, 18432, 61, 128, 4096, 1e-6)),
     Family("kimi_k25", kimi_k25, {"tie_word_embeddings": True}, text="deepseek_v3"),
     Family("youtu", youtu, YOUTU, sizes=(128256, 2048, 6144, 32, 16, 131072, 1e-6)),
-    Family("mistral4", mistral4, MISTRAL4, sizes=(131072, 4096, 12288, 36, 32, 1048576, 1e-6)),
+    Family("mistral4", mistral4, MISTRAL4, own_rope=True, sizes=(131072, 4096, 12288, 36, 32, 1048576, 1e-6)),
 )

@@ -3,11 +3,12 @@
 from typing import Any
 
 from lowq_packers.arch import Family
-from lowq_packers.arch.common import attention, mamba2, mlp, model, rms
+from lowq_packers.arch.common import attention, mamba2, mlp, model, rms, unless
 from lowq_packers.arch.parts import Branch, Model, Update
 
 
 def falcon_h1(c: Any) -> Model:
+    unless(c.hidden_act not in ("silu", "swish"), f"a convolution with activation {c.hidden_act}")
     inner = int(c.mamba_expand * c.hidden_size) if c.mamba_d_ssm is None else c.mamba_d_ssm
     sizes = (c.mamba_n_heads, inner // c.mamba_n_heads, c.mamba_n_groups, c.mamba_d_state, c.mamba_d_conv)
     biases = (c.mamba_proj_bias, c.projectors_bias, c.mamba_conv_bias)

@@ -18,6 +18,7 @@ from lowq_packers.arch.common import (
     rope_parameters,
     router,
     token_of,
+    unless,
     window,
     wrapper,
 )
@@ -74,6 +75,7 @@ def mixed(c: Any, p: str, second: Update) -> Update:
 
 def gemma4_text(c: Any) -> Model:
     causal(c)
+    unless(c.layer_types[-1] != FULL, "a last layer without full attention")  # which transformers' config changes
     d = c.hidden_size_per_layer_input
 
     def layer(i: int, p: str) -> tuple[Update, ...]:
@@ -128,7 +130,7 @@ gemma4 = wrapper(
     read_as=lambda c: getattr(c, "pad_token_id", None) or 0,
 )
 FAMILIES = (
-    Family("gemma4_text", gemma4_text, DEFAULTS, 1000000.0, 10000.0, layer_types=layer_types,
+    Family("gemma4_text", gemma4_text, DEFAULTS, 1000000.0, 10000.0, own_rope=True, layer_types=layer_types,
         sizes=(262144, 2304, 9216, 30, 8, 131072, 1e-6)),
     Family("gemma4", gemma4, {"tie_word_embeddings": True}, text="gemma4_text"),
 )  # fmt: skip

@@ -35,5 +35,6 @@ DEFAULTS = {
     "sliding_window": 128, "layer_types": None, "num_local_experts": 128, "num_experts_per_tok": 4, "swiglu_limit": 7.0,
 }  # fmt: skip
 FAMILIES = (
-    Family("gpt_oss", gpt_oss, DEFAULTS, 150000.0, layer_types=layer_types, sizes=(201088, 2880, 2880, 36, 64, 131072, 1e-5)),
-)
+    Family("gpt_oss", gpt_oss, DEFAULTS, 150000.0, own_rope=True, layer_types=layer_types,
+        sizes=(201088, 2880, 2880, 36, 64, 131072, 1e-5)),
+)  # fmt: skip

@@ -6,7 +6,7 @@ Its hybrids have Mamba-2 layers and a few attention layers. HyperCLOVA X: Granit
 from typing import Any
 
 from lowq_packers.arch import Family
-from lowq_packers.arch.common import attention, experts, head_dim, mamba2, mlp, model, pre_norm, rms, rope, router
+from lowq_packers.arch.common import attention, experts, head_dim, mamba2, mlp, model, pre_norm, rms, rope, router, unless
 from lowq_packers.arch.parts import Attention, Experts, Mixer, Mlp, Model, Update
 
 ROUTER = (".block_sparse_moe.router.weight", ".block_sparse_moe.router.layer.weight")
@@ -79,6 +79,7 @@ def granitemoehybrid(c: Any) -> Model:
         shared = mlp(c, f"{p}.shared_mlp", c.shared_intermediate_size, ("input_linear",), "output_linear")
         second: Mlp | Experts = mixture(c, p, shared=shared) if c.num_local_experts else shared
         state = kinds[i] in ("mamba", "linear_attention")
+        unless(state and c.hidden_act not in ("silu", "swish"), f"a convolution with activation {c.hidden_act}")
         more = {"biases": biases, "limit": c.time_step_limit}
         first: Mixer = mamba2(c, f"{p}.mamba", *sizes, c.rms_norm_eps, **more) if state else attend(c, p, turned=turned)
         return pre_norm(c, p, first, second, scale=float(c.residual_multiplier))

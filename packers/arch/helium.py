@@ -3,11 +3,13 @@
 from typing import Any
 
 from lowq_packers.arch import Family
-from lowq_packers.arch.common import attention, mlp, model, pre_norm, rope
+from lowq_packers.arch.common import attention, check_head_dim, mlp, model, pre_norm, rope
 from lowq_packers.arch.parts import Model, Update
 
 
 def helium(c: Any) -> Model:
+    check_head_dim(c)
+
     def layer(i: int, p: str) -> tuple[Update, ...]:
         a = attention(c, p, bias=c.attention_bias, turned=rope(c, pairing="neighbours"))
         return pre_norm(c, p, a, mlp(c, f"{p}.mlp", bias=c.mlp_bias))

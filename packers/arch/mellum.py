@@ -30,4 +30,4 @@ DEFAULTS = {
     "norm_topk_prob": True, "layer_types": None, "mlp_layer_types": None,
 }  # fmt: skip
 SIZES = (98304, 2304, 7168, 28, 32, 131072, 1e-6)
-FAMILIES = (Family("mellum", mellum, DEFAULTS, 500000.0, 10000.0, layer_types=layer_types, sizes=SIZES),)
+FAMILIES = (Family("mellum", mellum, DEFAULTS, 500000.0, 10000.0, own_rope=True, layer_types=layer_types, sizes=SIZES),)

@@ -76,7 +76,7 @@ FAMILIES = (
     Family("mistral", mistral, WINDOW, gguf="llama", mlx=True, sizes=(32000, 4096, 14336, 32, 32, 131072, 1e-6)),
     Family("ministral", ministral, WINDOW | {"layer_types": None}, layer_types=layer_types,
         sizes=(32000, 4096, 14336, 32, 32, 131072, 1e-6)),
-    Family("ministral3", ministral3, DEFAULTS | {"head_dim": 128, "sliding_window": None},
+    Family("ministral3", ministral3, DEFAULTS | {"head_dim": 128, "sliding_window": None}, own_rope=True,
         sizes=(131072, 4096, 14336, 34, 32, 262144, 1e-5)),
     Family("mistral3", wrapper(text, *TOWERS, images=images), {"tie_word_embeddings": True}, text="mistral", gguf="llama"),
 )  # fmt: skip

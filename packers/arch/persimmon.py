@@ -3,11 +3,13 @@
 from typing import Any
 
 from lowq_packers.arch import Family
-from lowq_packers.arch.common import attention, head_dim, mlp, model, pre_norm, rope
+from lowq_packers.arch.common import attention, check_head_dim, head_dim, mlp, model, pre_norm, rope
 from lowq_packers.arch.parts import Model, Norm, Update
 
 
 def persimmon(c: Any) -> Model:
+    check_head_dim(c)
+
     def norm(c: Any, name: str, size: int = 0) -> Norm:
         return Norm(name, size or c.hidden_size, float(c.layer_norm_eps), "layer", bias=True)
 

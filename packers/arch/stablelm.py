@@ -3,11 +3,12 @@
 from typing import Any
 
 from lowq_packers.arch import Family
-from lowq_packers.arch.common import attention, mlp, model, pre_norm, rope, unless
+from lowq_packers.arch.common import attention, check_head_dim, mlp, model, pre_norm, rope, unless
 from lowq_packers.arch.parts import Model, Norm, Update
 
 
 def stablelm(c: Any) -> Model:
+    check_head_dim(c)
     unless(c.qk_layernorm, "a norm module for each head")
 
     def norm(c: Any, name: str) -> Norm:

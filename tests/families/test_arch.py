@@ -175,15 +175,15 @@ UNSAID = {  # what a family's class itself has no working value for
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
     "lfm2_moe": {"layer_types": ["full_attention"] * 32},
 }
-# Their classes scale the rotation, which every publisher's config.json says
-SCALED = ("mistral4", "gemma4_text", "gpt_oss", "ministral3", "cwm", "apertus")
+# Their classes have a rotation of their own, which every publisher's config.json says
+OWN_ROPE = tuple(name for name, family in families().items() if family.own_rope)
 
 
 @pytest.mark.parametrize("name", [n for n, f in families().items() if not f.text and here(n)])
 def test_a_config_json_that_says_nothing_is_described_as_its_class_fills_it_in(name):
     """Publishers leave out fields with the class's default: Gemma 3's text_config has six fields."""
     raw = {"model_type": name, **UNSAID.get(name, {})}
-    raw |= {"rope_parameters": class_of(name)().rope_parameters} if name in SCALED else {}
+    raw |= {"rope_parameters": class_of(name)().rope_parameters} if name in OWN_ROPE else {}
     c, model, family = read_config(raw, 1 << 20)
     theirs = class_of(name).from_dict(deepcopy(raw))
     assert model == family.describe(theirs)
