@@ -88,7 +88,8 @@ def attend(
     closed = k_cache.stride()[2:] == (h.D, 1) and pos.dtype == torch.int32 and pos.is_contiguous()
     paged = table is None or (table.dtype == torch.int32 and table.stride(1) == 1)
     one = (norms[0] is None) == (norms[1] is None) and (norms[0] is None or norms[0].dtype == norms[1].dtype)  # type: ignore[union-attr]
-    if not (alike and closed and paged and one) or h.D % LANES or not native.takes(qkv, cos, sin, *norms):
+    whole = h.D % LANES == 0 and cos.shape[1] <= h.D
+    if not (alike and closed and paged and one and whole) or not native.takes(qkv, cos, sin, *norms):
         return reference.attend(qkv, k_cache, v_cache, pos, cos, sin, h, table)
     B = qkv.shape[0]
     y = torch.empty(B, h.HQ * h.D, dtype=dtype)

@@ -125,7 +125,7 @@ def prepare(
         and norms_fit(p.k_norm, p.HKV * p.D if p.over == "all" else p.D)
         and norms_fit(p.v_norm, p.D)
     )
-    tables = (cos is None) == (sin is None) and (cos is None or sin is None or cos.dtype == sin.dtype)
+    tables = (cos is None) == (sin is None) and (cos is None or sin is None or (cos.dtype == sin.dtype and cos.shape[1] <= p.D))
     if not (fits and tables and pos.dtype == torch.int32 and pos.is_contiguous() and native.takes(qkv, cos, sin)):
         return definition.prepare(qkv, p, pos, cos, sin)
     B, width = qkv.shape[0], p.HQ + 2 * p.HKV * p.writes

@@ -48,11 +48,13 @@ def _apply_min_p(scores: torch.Tensor, min_p: torch.Tensor | float) -> torch.Ten
 
 
 def restricted(scores: torch.Tensor, draws: list[Draw]) -> torch.Tensor:
-    """Return `restrict_rows` of logits (n, V) fp32 with the settings of each row, still to be divided by its temperature."""
+    """Logits (n, V) fp32 with what `restrict_rows` excludes under the settings of each row at -inf, the others as they were: a
+    row's draw does not depend on whether another row is restricted, and is the one of `generate`."""
     V = scores.shape[-1]
     settings = [[min(d.top_k, V), d.top_p, d.min_p, d.temperature or 1.0] for d in draws]
     s = upload(np.array(settings, np.float32), scores.device)
-    return (restrict_rows(scores / s[:, 3:], s[:, :1].long(), s[:, 1:2], s[:, 2:3]) * s[:, 3:]).contiguous()
+    excluded = torch.isneginf(restrict_rows(scores / s[:, 3:], s[:, :1].long(), s[:, 1:2], s[:, 2:3]))
+    return scores.masked_fill(excluded, float("-inf"))
 
 
 class Special:

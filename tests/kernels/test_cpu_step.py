@@ -9,7 +9,8 @@ import torch
 from cpu_sets import plain_isa as isa
 from cpu_sets import pytestmark
 from emulation import weight
-from lowq_kernels.decode import cpu, reference
+from lowq_kernels.decode import cpu, reference, rows_cpu
+from lowq_kernels.decode.prepare import Prepared
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.products.cpu import native, packed
 from lowq_kernels.products.cpu.repeated import Repeated
@@ -106,6 +107,13 @@ def test_unsupported_calls_go_to_the_definition():
     turned = [draw(4, 24, dtype=dtype) for _ in range(2)]
     y = cpu.attend(qkv, *cache, torch.zeros(1, dtype=torch.int32), *turned, heads)
     assert torch.equal(y, qkv[:, 4 * 24 :])
+    turned = [draw(4, 48, dtype=dtype) for _ in range(2)]  # wider than a head of 32: the library would write past its rows
+    cache = [torch.zeros(1, 2, 4, 32) for _ in range(2)]
+    with calls() as made, pytest.raises(RuntimeError):
+        cpu.attend(draw(1, 6 * 32, dtype=dtype), *cache, torch.zeros(1, dtype=torch.int32), *turned, Heads(2, 2, 32, 1.0))
+    with pytest.raises(RuntimeError):
+        rows_cpu.prepare(draw(1, 6 * 32, dtype=dtype), Prepared(2, 2, 32), torch.zeros(1, dtype=torch.int32), *turned)
+    assert not made
     wide = draw(2, 64, dtype=dtype)[:, ::2]
     assert torch.equal(cpu.gated(wide, "silu"), reference.gated(wide, "silu"))
 

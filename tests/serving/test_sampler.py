@@ -1,5 +1,6 @@
 """Requests that ask for more than a temperature: as `picking.Picker`, the definition, draws for one at a time."""
 
+import random
 import threading
 
 import pytest
@@ -8,7 +9,7 @@ from asking import Client, build, prompts
 
 from lowq_cli.engine.sampling import restrict
 from lowq_cli.serving.request import Draw, Mask, Request, allow
-from lowq_cli.serving.sampler import restrict_rows
+from lowq_cli.serving.sampler import restrict_rows, restricted
 from lowq_cli.serving.sampler_reference import Picker
 
 
@@ -156,6 +157,29 @@ def test_restricting_by_row_is_restricting_each_row():
     least = restrict_rows(scores, torch.zeros(7, 1, dtype=torch.int64), torch.ones(7, 1), torch.full((7, 1), 0.3))
     share = scores.softmax(-1) / scores.softmax(-1).amax(-1, keepdim=True)
     assert torch.equal(least.isfinite(), share >= 0.3)
+
+
+def test_logits_that_stay_are_not_changed_by_a_restriction_nor_by_that_of_another_row():
+    """Random settings and temperatures: the same bits, and the tokens of `Picker`'s restriction of each row alone."""
+    r, g = random.Random(0), torch.Generator().manual_seed(0)
+    for _ in range(60):
+        V, n = r.choice((3, 33, 50, 161)), r.randint(1, 5)
+        scores = torch.randn(n, V, generator=g) * r.choice((0.1, 3.0, 30.0))
+        scores = scores.round() if r.random() < 0.3 else scores  # ties
+        draws = [
+            Draw(
+                temperature=r.choice((1e-10, 0.3, 0.7, 1.3, 1e6)),
+                top_k=r.choice((0, 0, 1, 5, V + 3)),
+                top_p=r.choice((1.0, 1.0, 0.3, 0.9)),
+                min_p=r.choice((0.0, 0.2)),
+            )
+            for _ in range(n)
+        ]
+        for row, kept, d in zip(scores, restricted(scores.clone(), draws), draws, strict=True):
+            stays = kept.isfinite()
+            assert torch.equal(kept[stays], row[stays]), d
+            p = restrict(row[None] / d.temperature, d.top_k, d.top_p)[0]
+            assert torch.equal(stays, p.isfinite() & ((p - p.max()).exp() >= d.min_p)), d
 
 
 def test_a_bias_ends_with_its_text(model, client):
