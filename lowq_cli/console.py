@@ -123,8 +123,12 @@ def out_json(value: dict[str, Any]) -> None:
 
 
 def to_json(value: object) -> str:
-    """One line of JSON. Numbers that are not finite become null, because JSON cannot represent them."""
-    return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+    """One line of JSON. Numbers that are not finite become null, because JSON cannot represent them.
+
+    Bytes of a path that are not UTF-8 become escapes, which JSON readers turn back.
+    """
+    text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _finite(value: Any) -> Any:

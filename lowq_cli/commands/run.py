@@ -23,7 +23,9 @@ EXAMPLES = """Examples:
 def run(
     model: Annotated[
         str,
-        typer.Argument(metavar="MODEL", help="Model folder, hub id, demo, or a checkpoint.", autocompletion=completion.models),
+        typer.Argument(
+            metavar="MODEL", help="Model folder, hub id, demo, a checkpoint or a GGUF file.", autocompletion=completion.models
+        ),
     ],
     words: Annotated[str | None, typer.Argument(metavar="[TEXT]", help="The prompt. Default: a conversation.")] = None,
     pictures: Annotated[
@@ -109,13 +111,14 @@ def _quantized(model: str, recipe: str | None, device: str) -> str:
             if parsed.layout == "auto" and not parsed.in_blocks and pick_device(device).type == "cpu":
                 parsed = replace(parsed, layout="cpu")  # it will be read here, and needs no repacking then
             from lowq_cli.commands.quantize import compiling, maker
-            from lowq_cli.interop.foreign import open_foreign
+            from lowq_cli.interop.foreign import coded_types, open_foreign, stays_packed
             from lowq_cli.plan.plan import default_out
             from lowq_cli.run.pipeline import execute, prepare
 
             with open_foreign(model) as source:
-                if source.config.get("quantization_config") or source.config.get("quantization"):
+                if recipe is None and stays_packed(source):
                     return model  # quantized by another tool: `generate` imports it
+                rounded_again = coded_types(source)
                 target = home.cache_dir() / "runs" / f"{default_out(model, parsed).name}-{source.identity}"
             if is_checkpoint(target):
                 return str(target)
@@ -123,6 +126,12 @@ def _quantized(model: str, recipe: str | None, device: str) -> str:
         plan = prepared.plan
         size = console.size(plan.nbytes)
         console.say(f"quantizing {plan.source} into the cache (lowq ls): {size}, {plan.bpw:.2f} bits per weight")
+        if rounded_again:
+            kept = f"lowq generate {state.as_argument(model)}"
+            console.say(
+                f"note: {plan.source} is quantized already ({rounded_again}) and is rounded once more; "
+                f"closer to it: --recipe best (8 bits), or {kept}, which does not round again"
+            )
         with compiling(prepared):
             follow(execute(prepared), plan)
     return str(target)

@@ -96,5 +96,5 @@ def _write(path: Path, tensors: dict[str, torch.Tensor], kind: str) -> None:
 
 
 def to_json(value: object) -> bytes:
-    """The content of a JSON file."""
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+    """The content of a JSON file. Bytes of a path that are not UTF-8 become escapes, which JSON readers turn back."""
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(errors="backslashreplace")

@@ -125,7 +125,8 @@ class Source:
         """
         h = hashlib.sha256(repr(sorted(self.config.items(), key=lambda kv: kv[0])).encode())
         for name, header in sorted(self.files.items()):
-            h.update(f"{name} {header.size} {header.crc} {os.fstat(self._fd(name)).st_mtime_ns}".encode())
+            line = f"{name} {header.size} {header.crc} {os.fstat(self._fd(name)).st_mtime_ns}"
+            h.update(line.encode(errors="surrogateescape"))  # names of files need not be UTF-8
             span = max(0, header.size - SAMPLE_BYTES)
             for i in range(SAMPLES):
                 at = span * i // (SAMPLES - 1)

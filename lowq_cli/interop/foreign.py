@@ -4,6 +4,7 @@
 and GGUF files get the names, shapes and dtypes of the model that they represent.
 """
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -90,6 +91,28 @@ def foreign_matrices(source: Source) -> "tuple[Format, list[Matrix]] | None":
     if not matrices:
         raise DamagedError(f"{source.name}: config.json says {fmt.title}, but no weight is packed so; fetch the model again")
     return fmt, matrices
+
+
+def stays_packed(source: Source) -> bool:
+    """Whether another tool quantized a source of `open_foreign`, and most of its codes are kept by an import.
+
+    A GGUF file's config says nothing of it: there the types of the tensors decide, since Q2_K to Q6_K become dense.
+    """
+    if any(source.config.get(section) for section in QUANT_SECTIONS if section != "gguf"):
+        return True
+    if not (packed := foreign_matrices(source)):
+        return False
+    sizes = [(m.scheme is not None, math.prod(m.shape)) for m in packed[1]]
+    return 2 * sum(size for kept, size in sizes if kept) > sum(size for _, size in sizes)
+
+
+def coded_types(source: Source) -> str:
+    """The types of the tensors of a GGUF file that are quantized, such as "Q4_K, Q6_K"; "" for other sources."""
+    if not (stored := source.config.get("gguf")):
+        return ""
+    from lowq_packers.formats.gguf import PLAIN
+
+    return ", ".join(sorted({tensor["type"] for tensor in stored.values()} - PLAIN.keys()))
 
 
 def open_decoded(model: str | os.PathLike[str], headers_only: bool = False) -> Source:

@@ -293,7 +293,8 @@ def _model_metadata(raw: Mapping[str, Any], config: Any, model: Model, arch: str
         facts["rope.dimension_sections"] = array([*model.images.sections, 0], of=INT32)
     if model.images and arch.startswith("qwen3vl"):
         facts["n_deepstack_layers"] = u32(model.images.deepstack)
-    general = [("general.architecture", text(arch)), ("general.name", text(name)), ("general.quantization_version", u32(2))]
+    readable = name.encode(errors="replace").decode()  # a file's name need not be UTF-8
+    general = [("general.architecture", text(arch)), ("general.name", text(readable)), ("general.quantization_version", u32(2))]
     return [*general, *((f"{arch}.{key}", value) for key, value in facts.items())]
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -44,6 +45,42 @@ def test_run_quantizes_once_and_does_not_become_the_last_checkpoint(lowq, tmp_pa
     assert run.nbytes > 6e6
     assert lowq("run", run.path, "Once upon a time", *SHORT)[:2] == (0, out)
     assert lowq("run", "demo", "--prompt", "Once upon a time", *SHORT)[:2] == (0, out)
+
+
+def test_run_keeps_the_codes_of_a_gguf_file_that_lowq_packs(lowq, demo_gguf, tmp_path):
+    """A file's name need not be UTF-8."""
+    path = tmp_path / os.fsdecode(b"caf\xe9.gguf")
+    shutil.copy(demo_gguf, path)
+    code, out, err = lowq("run", path, "Once upon a time", *SHORT)
+    assert code == 0, err
+    assert "rounded once more" not in err
+    assert [h.kind for h in inventory.holdings() if h.kind in ("run", "import")] == ["import"]
+    assert lowq("generate", path, "Once upon a time", *SHORT)[:2] == (0, out)
+    code, _, err = lowq("run", path, "Once upon a time", *SHORT, "--recipe", "best")  # asked for: quantized
+    assert code == 0, err
+    assert "rounded once more" in err
+
+
+def test_json_names_a_path_that_is_not_utf8_so_that_it_can_be_opened(lowq, tmp_path):
+    out = tmp_path / os.fsdecode(b"caf\xe9")
+    code, printed, err = lowq("quantize", "demo", "--method", "rtn", "--out", out, "--json")
+    assert code == 0, err
+    printed.encode()  # no lone surrogate: a pipe in UTF-8 would replace it
+    assert Path(json.loads(printed)["out"]).is_dir()
+    code, printed, err = lowq("inspect", out, "--json")
+    assert code == 0, err
+    assert Path(json.loads(printed)["path"]).is_dir()
+    code, _, err = lowq("quantize", "demo", "--export", "gguf", "--out", out.with_suffix(".gguf"), "--json")
+    assert code == 0, err
+
+
+def test_run_says_that_it_rounds_a_gguf_file_once_more(lowq, tmp_path):
+    """Types that lowq does not pack would take 16 bits of memory for each weight."""
+    assert lowq("export", "demo", "--type", "Q4_K_M", "--out", tmp_path / "demo.gguf")[0] == 0
+    code, _, err = lowq("run", tmp_path / "demo.gguf", "Once upon a time", *SHORT)
+    assert code == 0, err
+    assert "is quantized already (Q4_K, Q6_K) and is rounded once more" in err
+    assert "run" in [h.kind for h in inventory.holdings()]
 
 
 def written(folder, run="0123456789abcdef"):
