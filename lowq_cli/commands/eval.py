@@ -106,7 +106,7 @@ def eval(
         with console.progress("eval", 100) as advance:
             modes = measure_modes(name, contents, device, max_tokens, advance)
         if as_json:
-            console.out_json({"modes": {mode: vars(r) for mode, r in modes.items()}})
+            console.out_json({"model": name, "text": text, "modes": {mode: vars(r) for mode, r in modes.items()}})
         else:
             plain = modes["none"].ppl
             lines = [(mode, f"{r.ppl:.3f}", f"{100 * (r.ppl / plain - 1):+.2f}%") for mode, r in modes.items()]
@@ -134,7 +134,8 @@ def eval(
             f"the limit is {max_ppl_increase:g}%; try more bits or a smaller group"
         )
     if as_json:
-        result = {**vars(report), "stride": report.window, "kv": kv}
+        result: dict[str, Any] = {"model": name, "against": against, "text": text} if images is None else {"model": name}
+        result |= {**vars(report), "stride": report.window, "kv": kv, "ppl_increase_pct": increase}
         if layers:
             result["layers"] = [vars(e) for e in errors]
         if failure:

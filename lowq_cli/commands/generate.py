@@ -209,7 +209,7 @@ def answer(
         show_kernels(model, generation)
         explain_s = time.perf_counter() - began
     interrupted = _write_text(generation, live=not as_json, batch=batch)
-    numbers = numbers_of(model, generation, explain) | {"sampling": drawn, "sampling_from": origins}
+    numbers = {"model": folder} | numbers_of(model, generation, explain) | {"sampling": drawn, "sampling_from": origins}
     numbers |= {"explain_s": round(explain_s, 4)} if explain else {}
     if as_json:
         console.out_json(numbers)

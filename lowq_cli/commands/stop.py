@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from lowq_cli import console
+from lowq_cli.commands import AsJson
 from lowq_packers.errors import NotFoundError
 
 EXAMPLES = """Examples:
@@ -16,6 +17,7 @@ EXAMPLES = """Examples:
 def stop(
     models: Annotated[list[str] | None, typer.Argument(metavar="[MODEL]...", help="Only servers of these models.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Also servers that `lowq serve` started.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """End the servers that --keep-alive left running; answers in progress are finished first."""
     from lowq_cli import running
@@ -28,5 +30,7 @@ def stop(
     for server in servers:
         running.stop(server["process"])
         console.say(f"stopped process {server['process']} ({', '.join(m['name'] for m in server['models'])})")
-    if not servers:
+    if as_json:
+        console.out_json({"stopped": servers})
+    elif not servers:
         console.say("no background server is running; lowq ps lists all servers, lowq stop --all also ends those of lowq serve")

@@ -35,7 +35,7 @@ def answered_by_a_server(
         unknown = dict.fromkeys(("peak_memory_bytes", "roofline_pct", "roofline", "drafts"))
         numbers = {**with_thoughts(reply.text, marks), "tokens": reply.tokens[0], "finish_reason": reply.finish_reason}
         numbers |= {n: round(getattr(reply, n), 4) for n in ("prefill_tps", "decode_tps", "ttft_s")}
-        console.out_json({**numbers, "kv": body["kv"], "decoder_reason": "", **unknown, **facts})
+        console.out_json({"model": folder, **numbers, "kv": body["kv"], "decoder_reason": "", **unknown, **facts})
     else:
         console.out("")
         new_tokens, read = len(reply.tokens[0]), count(facts["prompt_tokens"], "prompt token")

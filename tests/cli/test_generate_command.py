@@ -65,6 +65,7 @@ def test_json_is_one_object_with_the_promised_keys(run):
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result.keys() >= KEYS
+    assert result["model"] == "demo"
     assert len(result["tokens"]) == 8
     assert result["texts"][0] == result["texts"][1] == result["text"]
     assert "all 2 texts will be the same" in done.stderr

@@ -74,6 +74,8 @@ def test_commands_take_it_and_say_it(capsys):
     assert run("generate", str(DEMO), "--prompt", "Once", "--max-new-tokens", "3", "--json", "--kv", "4") == 0
     assert json.loads(capsys.readouterr().out)["kv"] == "4"
     assert run("eval", str(DEMO), "--max-tokens", "600", "--json", "--kv", "fp8") == 0
-    assert json.loads(capsys.readouterr().out)["kv"] == "fp8"
+    report = json.loads(capsys.readouterr().out)
+    assert report["kv"] == "fp8"
+    assert (report["model"], report["against"], report["text"]) == (str(DEMO), None, None)  # what a sweep's table needs
     assert run("eval", str(DEMO), "--kv", "2") == 2
     assert "--kv 2 must be one of 16, fp8, 4" in capsys.readouterr().err

@@ -46,6 +46,15 @@ def test_help_is_quick():
     assert ours < max(0.2, 6 * bare), both
 
 
+def test_every_command_but_chat_takes_json_and_all_take_quiet():
+    """As the README promises."""
+    names = sorted(path.stem for path in Path(main.__file__).with_name("commands").glob("[!_]*.py"))
+    options = {name: {o for p in main._parser(name).commands[name].params for o in p.opts} for name in names}
+    assert len(options) > 15
+    assert [name for name in names if "--json" not in options[name]] == ["chat"]
+    assert [name for name in names if "--quiet" not in options[name]] == []
+
+
 @pytest.mark.parametrize("args", [["--help"], ["quantize", "--bitz"], ["quantise"]], ids=" ".join)
 def test_help_and_typos_import_nothing_heavy(args):
     heavy = {

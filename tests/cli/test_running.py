@@ -82,7 +82,7 @@ def test_the_same_text_comes_from_the_process_that_was_left_behind(home):
     assert lowq("run", "demo", PROMPTS[0], "--seed", 5, *how).stdout == drawn
     assert len(json.loads(lowq("ps", "--json").stdout)["servers"]) == 2
     lowq("stop", "nothing", code=3)
-    lowq("stop", "demo")
+    assert len(json.loads(lowq("stop", "demo", "--json").stdout)["stopped"]) == 1
     lowq("stop")
     left_behind(home)
 
