@@ -47,8 +47,16 @@ def writing(path: Path) -> Iterator[None]:
         raise UsageError(f"cannot write to {path}: {e.strerror}; {way_out}") from e
 
 
+def name_of(model: str | os.PathLike[str]) -> str:
+    """A path or name as text. Raises UsageError for anything else, such as a model that is loaded already."""
+    if not isinstance(model, (str, os.PathLike)):
+        raise UsageError(f"a {type(model).__name__} is not a path or a name; give a folder, a hub id, or demo")
+    return os.fspath(model)
+
+
 def user_path(name: str | os.PathLike[str]) -> Path:
-    """The user's path with ~ expanded; ~NAME stays if this machine has no such user."""
+    """The user's path with ~ expanded; ~NAME stays if this machine has no such user. Raises UsageError as `name_of`."""
+    name = name_of(name)
     try:
         return Path(name).expanduser()
     except RuntimeError:  # pathlib's error if ~NAME is not a user

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from lowq_packers import tables
-from lowq_packers.errors import SchemeError
+from lowq_packers.errors import SchemeError, UsageError
 from lowq_packers.lazy import torch
 from lowq_packers.scheme import E4M3, ScaleKind, Scheme, ZeroKind, scale_shape
 
@@ -36,6 +36,14 @@ def fits(t: torch.Tensor, dtype: torch.dtype) -> bool:
         return True
     wide, cast = t.double(), t.to(dtype).double()
     return bool(torch.isfinite(cast).all()) and bool((cast - wide).norm() <= LOST * wide.norm())
+
+
+def float_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """A dtype of scales and activations, given as torch's or by its name. Raises UsageError for any other."""
+    chosen = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if chosen not in (torch.float16, torch.bfloat16, torch.float32):
+        raise UsageError(f"dtype {dtype!r} is not one lowq computes in; use float16, bfloat16 or float32")
+    return chosen
 
 
 def check_fits(what: str, dtype: torch.dtype, *tensors: torch.Tensor | None) -> None:

@@ -43,10 +43,10 @@ class Scheme:
     block_rows: int = 1
 
     def __post_init__(self) -> None:
-        if self.bits not in BITS:
-            raise SchemeError(f"bits={self.bits} is not a width lowq packs; use one of {', '.join(map(str, BITS))}")
+        if type(self.bits) is not int or self.bits not in BITS:
+            raise SchemeError(f"bits={self.bits!r} is not a width lowq packs; use one of {', '.join(map(str, BITS))}")
         if not isinstance(self.group_size, int) or self.group_size < 1:
-            raise SchemeError(f"group_size={self.group_size} is not a positive number; use 32, 64, 128 or K")
+            raise SchemeError(f"group_size={self.group_size!r} is not a positive number; use 32, 64, 128 or K")
         if self.zero not in ZERO_KINDS:
             raise SchemeError(f"zero={self.zero!r} is not a kind of zero; use one of {', '.join(ZERO_KINDS)}")
         if self.block_rows != 1:
@@ -111,6 +111,8 @@ class Scheme:
 
     def groups(self, K: int) -> int:
         """Number of groups in a row of K codes. Raises SchemeError, naming a way out, if K cannot be grouped so."""
+        if K < 1:
+            raise SchemeError("the weight has no columns (K = 0); there is nothing to quantize")
         if self.group_size == K:
             return 1
         if self.table == E4M3:

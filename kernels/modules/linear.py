@@ -19,7 +19,7 @@ from lowq_kernels.fp8.matmul import WIDENED, has_fp8, widened, widened_linear
 from lowq_kernels.modules import ops
 from lowq_packers.errors import SchemeError, UnsupportedError
 from lowq_packers.layouts import DISK, LAYOUTS, PackedWeight, get, pack, pack_facts, repack
-from lowq_packers.qtensor import QuantizedTensor, check_fits
+from lowq_packers.qtensor import QuantizedTensor, check_fits, float_dtype
 from lowq_packers.scheme import E4M3, Scheme
 
 
@@ -93,14 +93,20 @@ class QuantLinear(nn.Module):
         q: QuantizedTensor,
         bias: torch.Tensor | None = None,
         device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float16,
+        dtype: torch.dtype | str = torch.float16,
         layout: str = "auto",
         kernel: str | None = None,
     ) -> "QuantLinear":
-        """A ready layer from codes, scales and zeros; scales, zeros and bias are cast to `dtype`.
+        """A ready layer from codes, scales and zeros; scales, zeros and bias are cast to `dtype`, which x should have.
 
-        Raises SchemeError where that cannot hold them, naming one that can.
+        Raises SchemeError where that cannot hold them, naming one that can. An x in fp32 is computed, too, but without a fused
+        kernel: each product dequantizes the weight.
         """
+        dtype = float_dtype(dtype)
+        if bias is not None and bias.shape != (q.shape[0],):
+            raise SchemeError(
+                f"the bias must be ({q.shape[0]},), one number for each row of the weight, got {tuple(bias.shape)}"
+            )
         if q.scale == "float":
             check_fits("the weight", dtype, q.scales, q.zeros)
         if layout != "auto":

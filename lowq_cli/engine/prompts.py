@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
+from numbers import Integral
 from typing import Any
 
 from lowq_cli.calibrate.texts import check_ids
@@ -17,6 +18,23 @@ from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
 from lowq_packers.lazy import torch
 
 LAST = 16  # last tokens of a prompt that are searched for a marker that opens the thoughts
+
+
+def _given(prompt: Any) -> tuple[bool, list[str | list[int]]]:
+    """Whether `stream` got a single prompt, and its prompts: texts, or token ids. Raises UsageError for anything else."""
+    listed = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # of tensors and arrays
+    one = isinstance(listed, str) or (isinstance(listed, Sequence) and len(listed) > 0 and isinstance(listed[0], Integral))
+    prompts = []
+    for p in [listed] if one or not isinstance(listed, Sequence) else listed:
+        p = p.tolist() if hasattr(p, "tolist") else p
+        ids = isinstance(p, (list, tuple)) and all(isinstance(i, Integral) for i in p)
+        if not isinstance(p, str) and not ids:
+            kind = type(p).__name__
+            raise UsageError(
+                f"a prompt is a text or token ids, not {kind}; tokenizer.apply_chat_template makes one of messages"
+            )
+        prompts.append(p if isinstance(p, str) else [int(i) for i in p])
+    return one, prompts
 
 
 def stream(
@@ -43,8 +61,9 @@ def stream(
 
     Args:
         model, tokenizer: what `lowq.load` returns, or any causal transformers model and its tokenizer.
-        prompt: a text or its token ids; or several of either, decoded as one batch.
-        chat: put the text into the model's chat template as the user's message.
+        prompt: a text or its token ids, in a list, tensor or array; or several of either, decoded as one batch.
+        chat: put the text into the model's chat template as the user's message; for a conversation give the text that
+            `tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)` makes.
         batch: continue each prompt this many times, in one batch.
         stop: one or several texts that end a sequence where they occur; they are not part of the result.
         decoder: the decoder; None takes the fastest that can run the model (`lowq_cli.engine.decoders`).
@@ -56,20 +75,30 @@ def stream(
             marks its thoughts.
         deterministic: every `draft` gives the same text, also on a GPU: there all steps of one text have as many rows.
     Raises:
-        UsageError: no token to start from, a prompt that fills the context, a setting out of range.
+        UsageError: no token to start from, a prompt that fills the context, a setting out of range, a prompt or model of
+            another kind.
         UnsupportedError: an encoder-decoder model.
+
+    A model of `lowq.load` is one of transformers: its `generate(output_logits=True, ...)` returns logits. `lowq serve` answers
+    with log-probabilities.
     """
     began = time.perf_counter()
+    if not hasattr(model, "config") or not callable(tokenizer):
+        kinds = f"{type(model).__name__} and {type(tokenizer).__name__}"
+        raise UsageError(f"a model and its tokenizer are needed, got {kinds}; lowq.load(FOLDER) returns both")
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedError(f"{model.config.model_type} is an encoder-decoder model; lowq generates with causal models")
-    if max_new_tokens < 0:
-        raise UsageError(f"max_new_tokens={max_new_tokens} must not be negative")
-    if batch < 1:
-        raise UsageError(f"batch={batch} must be at least 1")
+    if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+        raise UsageError(f"max_new_tokens={max_new_tokens} must be a whole number and must not be negative")
+    if not isinstance(batch, int) or batch < 1:
+        raise UsageError(f"batch={batch} must be a whole number and must be at least 1")
+    if seed is None:
+        raise UsageError("seed=None must be a whole number; random.getrandbits(32) draws one")
+    if draft is None:
+        raise UsageError('draft=None must be text; draft="none" computes without drafts')
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
     stops = check([stop] if isinstance(stop, str) else stop)
-    one = isinstance(prompt, str) or bool(prompt and isinstance(prompt[0], int))
-    given: list[Any] = [prompt] if one else list(prompt)
+    one, given = _given(prompt)
     looked = _moment(model.device)
     pictures = _pictures(model, [images] if one else list(images), len(given)) if images else [[] for _ in given]
     encoded = [

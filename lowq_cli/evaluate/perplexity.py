@@ -5,6 +5,7 @@ from those before it. Losses are summed in fp64 from fp32 logits, whatever dtype
 """
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,7 +163,21 @@ def measure_modes(
 def perplexity(
     model: str | Path, text: str, against: str | Path | None = None, device: str = "auto", max_tokens: int | None = None
 ) -> dict[str, float | int | None]:
-    """`measure` as a dict: ppl, tokens, predicted, window, base_ppl, kl, top1_agreement (None where not measured)."""
+    """How well a model predicts a text, in windows of 512 tokens, as `lowq eval` measures it.
+
+    Args:
+        model, against: checkpoints, model folders or hub ids; `model` is compared with `against`, usually the original.
+        text: the text itself, not the name of a file.
+        max_tokens: read at most this many tokens of it.
+    Returns:
+        ppl, tokens (read), predicted (tokens), window, and of the comparison base_ppl, kl (nats per token), top1_agreement,
+        which are None without `against`.
+    Raises:
+        UsageError: fewer than two tokens, the name of a file, another vocabulary. NotFoundError, DamagedError,
+            UnsupportedError: as `load`.
+    """
+    if isinstance(text, Path) or os.path.isfile(text):
+        raise UsageError(f"text is the name of a file, {text}; give what it holds: pathlib.Path(...).read_text()")
     return vars(measure(model, text, against, device, max_tokens)).copy()
 
 

@@ -32,7 +32,7 @@ from lowq_cli.files.safetensors_io import (
 from lowq_cli.files.templates import OTHERS, in_one_folder
 from lowq_cli.files.text_alone import lifted, text_alone
 from lowq_cli.files.weight_files import INDEX, SINGLE, check_index, folder_of, weight_files, weight_map
-from lowq_cli.state import DEMO, known, user_path
+from lowq_cli.state import DEMO, known, name_of, user_path
 from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError, UsageError, is_no_refusal
 from lowq_packers.regular import name_of_open, open_regular, read_regular
 
@@ -234,7 +234,7 @@ def open_source(model: str | os.PathLike[str], headers_only: bool = False) -> So
     Raises NotFoundError, DamagedError (malformed or contradictory files), UnsupportedError (pickles,
     adapters), each with a way out. interop.foreign.open_foreign opens GGUF files and HQQ's qmodel.pt.
     """
-    name = os.fspath(model)
+    name = name_of(model)
     if name == "demo":
         return _open_folder("demo", DEMO)
     path = user_path(name)

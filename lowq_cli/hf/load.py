@@ -23,17 +23,14 @@ from lowq_cli.hf.swap import prepare, unprepared
 from lowq_kernels.dispatch import tuning
 from lowq_packers.errors import DamagedError, DoesNotFitError, UnsupportedError, UsageError, library_errors
 from lowq_packers.heads import is_head
-from lowq_packers.qtensor import check_fits
+from lowq_packers.qtensor import check_fits, float_dtype
 
 
 def pick_dtype(dtype: torch.dtype | str | None, packed: bool, device: torch.device) -> torch.dtype | str:
     """The dtype argument for transformers. Raises UsageError for a dtype that is not a 16- or 32-bit float."""
     if dtype is None:
         return torch.bfloat16 if packed and device.type == "cpu" else "auto"
-    torch_dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if torch_dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        raise UsageError(f"dtype {dtype!r} is not one lowq computes in; use float16, bfloat16 or float32")
-    return torch_dtype
+    return float_dtype(dtype)
 
 
 def load_model(source: Source, device: str | torch.device = "auto", dtype: torch.dtype | str | None = None) -> PreTrainedModel:

@@ -21,7 +21,7 @@ from lowq_cli.files.safetensors_writer import SafetensorsWriter, to_json
 from lowq_cli.files.source import Source
 from lowq_cli.files.storage import FP8, in_blocks, storage
 from lowq_cli.interop.foreign import QUANT_SECTIONS, by_first_part, dense, fetcher, foreign_matrices, open_foreign
-from lowq_cli.state import writing
+from lowq_cli.state import name_of, writing
 from lowq_packers import home
 from lowq_packers.arch.config import NotPlain
 from lowq_packers.atomic import replacing
@@ -42,7 +42,7 @@ def runnable(model: str | os.PathLike[str]) -> str:
     Prints a line about the import to stderr, and another if rounding of its zeros matters. Raises as
     `open_foreign` and the formats do.
     """
-    name = os.fspath(model)
+    name = name_of(model)
     if is_checkpoint(state.user_path(name)):
         return name
     with open_foreign(name) as source:

@@ -36,6 +36,7 @@ from lowq_cli.run.events import Event, Finished, LayerDone, Result, ShardDone, T
 from lowq_cli.run.output_folder import OutputFolder, ShardFile, output_names
 from lowq_cli.run.prepare import Prepared, prepare
 from lowq_cli.run.records import known_result, make_report, result_of
+from lowq_cli.state import name_of
 from lowq_cli.workers import in_order, on_free_device
 from lowq_packers.errors import LowqError, UsageError
 
@@ -55,14 +56,16 @@ def quantize(model: str | os.PathLike[str], out: str | os.PathLike[str] | None =
     Args:
         model: a model folder, a hub id, or "demo".
         out: the folder to write; by default ./MODEL-lowq-4b-g64.
-        options: Recipe's fields (bits, group, method, zero, overrides, skip, lm_head, dtype), recipe (a TOML file), and
-            device, shard_size, fresh of `run`.
+        options: the keys of a recipe (docs/recipes.md: bits, group, method, zero, overrides, skip, lm_head, dtype, ...), recipe
+            (a TOML file or its name), and device, shard_size, fresh (discard what the folder holds).
     Returns:
         out, bpw, bytes, source_bytes, quantized_fraction, seconds, peak_rss_bytes, and more about the run.
     Raises:
         LowqError for every error that the caller can correct.
     """
     names = {f.name for f in fields(Recipe)}
+    if isinstance(options.get("dtype"), torch.dtype):
+        options["dtype"] = str(options["dtype"]).removeprefix("torch.")
     recipe = make_recipe(options.pop("recipe", None), **{k: options.pop(k) for k in list(options) if k in names})
     known = ("device", "shard_size", "fresh")
     if unknown := [k for k in options if k not in known]:
@@ -134,7 +137,7 @@ def run(
     fresh: bool = False,
 ) -> Iterator[Event]:
     """Call `prepare`, then `execute`. Yields LayerDone, TensorDone and ShardDone, then Finished."""
-    make = maker(os.fspath(model), device, shard_size)
+    make = maker(name_of(model), device, shard_size)
     with prepare(model, recipe, out, device, shard_size, make=make) as prepared:
         yield from execute(prepared, fresh)
 
