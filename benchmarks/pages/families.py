@@ -71,7 +71,7 @@ def described() -> str:
         if config is None and name not in CLASS_SIZES:  # the text part of a wrapper that has a row
             continue
         try:
-            model = read_config({"model_type": name, "max_position_embeddings": 4096, **(config or {})})[1]
+            model = read_config({"model_type": name, "max_position_embeddings": 4096, **(config or CLASS_SIZES[name])})[1]
         except NotPlain:
             cells.append((f"`{name}`", "(this config is read by transformers)", "", "", "", ""))
             continue

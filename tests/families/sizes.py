@@ -289,8 +289,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mamba2": {"vocab_size": 32768, "hidden_size": 4096, "num_hidden_layers": 64, "num_heads": 128, "head_dim": 64}
     | {"n_groups": 8, "state_size": 128, "conv_kernel": 4, "expand": 2, "tie_word_embeddings": False},
 }  # fmt: skip
-# Families with no config here, whose published numbers are not certain
-CLASS_SIZES = ("afmoe", "granitemoeshared", "hy_v3", "hyperclovax", "jais2", "mellum", "vaultgemma", "youtu")
+# Families with no config here, whose published numbers are not certain: what their files hold besides their class's sizes
+CLASS_SIZES: dict[str, dict[str, object]] = {
+    **{name: {} for name in ("afmoe", "granitemoeshared", "hy_v3", "hyperclovax", "jais2", "vaultgemma", "youtu")},
+    "mellum": {"rope_parameters": {f"{kind}_attention": {"rope_type": "default", "rope_theta": base}
+        for kind, base in (("full", 500000.0), ("sliding", 10000.0))}},
+}  # fmt: skip
 BILLIONS = {
     "llama": 8.03, "mistral": 7.24, "ministral": 8.02, "ministral3": 125, "mistral3": 23.6, "llava": 6.74,
     "internvl": 7.61, "mixtral": 46.7, "minimax_m2": 229,

@@ -51,7 +51,7 @@ struct Rounded {
     int MB;
 };
 
-constexpr int LONGEST = 128;  // max. k of a block
+constexpr int LONGEST = 128;     // max. k of a block
 constexpr float LEAST = 1e-30f;  // as packers/fp8.py has it: a row of zeros is rounded as if this were its largest
 
 // The bits of the largest |x| of n values; of infinity or no number, where any is that, 0x7f800000 and above.
@@ -83,7 +83,8 @@ inline float largest_of_row(const Args& a, int row) {
 
 // The n values of one row from k0 on as whole numbers v, zeros beyond K; what they are multiples of. Two digits: a power of
 // two, |v| < 2^14, so that a bf16 or fp16 within 2^-6 or 2^-3 of the largest is exact and any other is off by at most 2^-14 of
-// that. One digit: the row's largest / 127, as `activations.int8_rows` has it. Where anything is infinite or no number it is NaN.
+// that. One digit: the row's largest / 127, as `activations.int8_rows` has it. Where anything is infinite or no number it is
+// NaN.
 template <int D>
 inline float whole_numbers(const Args& a, int row, int k0, int n, float row_largest, int* v) {
     alignas(64) float x[LONGEST];
