@@ -166,8 +166,8 @@ def test_invalid_response_formats_are_refused(make, more, line):
 CALL = '{"name": "weather", "arguments": {"town": "Ulm"}}'
 TEXTS = [
     ("Just text, a < b and <tool> too.", "Just text, a < b and <tool> too.", 0),
-    (f"I look.\n<tool_call>\n{CALL}\n</tool_call>", "I look.\n", 1),
-    (f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", "\n", 2),
+    (f"I look.\n<tool_call>\n{CALL}\n</tool_call>", "I look.", 1),
+    (f"<tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", "", 2),
     (f"<tool_call>{CALL}", "", 1),
     ("<tool_call>not a call</tool_call> so", "<tool_call>not a call</tool_call> so", 0),
     ("<tool_call>unfinished", "<tool_call>unfinished", 0),
