@@ -306,6 +306,14 @@ def _first_screen(text: str) -> str:
     return "\n".join([f"{usage}   (options: lowq -h)", *filter(str.strip, lines)])
 
 
+def _alike(name: str, typed: str) -> bool:
+    """Whether an option may be what somebody meant: the parser also compares the dashes, which all options share."""
+    from difflib import SequenceMatcher
+
+    name, typed = name.lstrip("-"), typed.lstrip("-")
+    return name.startswith(typed) or SequenceMatcher(None, name, typed).ratio() >= 0.6
+
+
 def _mistyped(e: Any) -> int:
     """Report an unknown flag, command or value, with a hint to the help; for `lowq` without arguments, print the commands."""
     if type(e).__name__ == "NoArgsIsHelpError":
@@ -313,7 +321,8 @@ def _mistyped(e: Any) -> int:
         return EXIT_USAGE
     text = " ".join(e.format_message().split()).rstrip(".")
     if near := getattr(e, "possibilities", None):  # the most similar one, as for a command
-        text = f"no such option: {e.option_name}. Did you mean {near[0]}?"
+        meant_option = next((f". Did you mean {name}?" for name in near if _alike(name, e.option_name)), "")
+        text = f"no such option: {e.option_name}{meant_option}"
     if match := re.match(r"No such command '([^']*)'", text):
         meant = MEANT.get(match[1].lower())
         text = f"no such command '{match[1]}'. Did you mean '{meant}'?" if meant else text

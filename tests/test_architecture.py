@@ -230,7 +230,7 @@ def test_production_code_stays_within_its_budget():
     kinds = {".py", ".cu", ".cuh", ".cpp", ".h"}
     files = [p for folder in FOLDERS.values() for p in (ROOT / folder).rglob("*") if p.suffix in kinds]
     lines = sum(len(p.read_text().splitlines()) for p in [*files, ROOT / "lowq.py"])
-    assert lines <= BUDGET, f"{lines} lines of production code; the budget is {BUDGET}"
+    assert lines <= BUDGET, f"{lines} lines of production code; BUDGET in this file is {BUDGET}: raise it if they are worth it"
 
 
 def test_lines_of_cuda_and_cpp_fit_128_columns():

@@ -11,7 +11,7 @@ takes several names, separated by commas: each forces the operation that it comp
 import importlib
 import os
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -36,6 +36,7 @@ Launch = Callable[..., torch.Tensor]  # the operands of its operation, then the 
 ANY_M = (1, 1 << 62)
 ANY_TABLE = ("", *TABLE_KINDS)
 LAST_RESORT = 1000  # a kernel of this rank is chosen only if no other kernel can take the call
+NAMED = 3  # max. kernels that a message names when they refuse for one reason
 FLOATS = (torch.float16, torch.bfloat16)
 GPU_FOLDERS = ("products.triton", "products.cuda", "fp8", "decode", "gptq", "cuda")  # Triton alone takes 0.3 s
 OPTIONAL_LIBRARIES = ("triton", "cuda")  # libraries that a kernel file may lack; any other missing import is a bug
@@ -242,6 +243,15 @@ def select(call: AnyCall, kernel: str | None = None) -> Choice:
     return resolve(call, kernel)[1]
 
 
+def _grouped(reasons: Mapping[str, str]) -> str:
+    """Kernel -> why it refuses, as text: kernels with one reason together, the most (those of another device) last."""
+    kernels_of: dict[str, list[str]] = {}
+    for name, why in reasons.items():
+        kernels_of.setdefault(why, []).append(name)
+    listed = sorted(kernels_of.items(), key=lambda item: len(item[1]))
+    return "; ".join(f"{', '.join(names) if len(names) <= NAMED else f'{len(names)} kernels'}: {why}" for why, names in listed)
+
+
 def find(call: AnyCall) -> Choice | None:
     """As `select`, but None if no kernel takes the call, for operations with another path. A forced kernel still raises."""
     try:
@@ -311,8 +321,7 @@ def _choose(call: AnyCall) -> tuple[AnyCall, Choice]:
         if not legal:
             return _choose(replace(call, act="none"))  # type: ignore[type-var]
     if not legal:
-        reasons = "; ".join(f"{k}: {why}" for k, why in refusals(call).items())
-        raise UnsupportedError(f"no kernel takes {call}: {reasons}")
+        raise UnsupportedError(f"no kernel takes {call}: {_grouped(refusals(call))}")
     best = min(legal.values(), key=lambda s: (s.rank >= LAST_RESORT, not s.prefers(call), s.rank, s.name))
     return call, (best, best.default_config(call, best.legal_configs(call)))
 

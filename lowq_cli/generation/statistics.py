@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 PROFILE_ROWS = 12  # rows of the profile: the kernels that took the most time
 ENDED = {"length": "--max-new-tokens", "stop": "the text ended", "context": "the context is full"}  # by finish_reason
 TIMED = 32  # min. prompt tokens for which the prefill speed is shown: with fewer, the start dominates the time
-NAMED = 3  # max. kernels that --explain names when they refuse for one reason
 
 
 def sampling_text(settings: Mapping[str, Any], origins: Mapping[str, str]) -> str:
@@ -174,6 +173,8 @@ def show_rows(rows: "Sequence[LayerKernel]") -> None:
 
 def _named(kernels: list[str]) -> str:
     """The names; if there are many, the number of each kind."""
+    from lowq_kernels.dispatch.registry import NAMED
+
     if len(kernels) <= NAMED:
         return ", ".join(kernels)
     kinds = [name.split("/")[0] for name in kernels]

@@ -59,6 +59,16 @@ def test_a_bias_of_another_length_is_refused_before_the_first_product():
         lowq.QuantLinear.from_quantized(q, torch.zeros(3))
 
 
+def test_kernels_that_refuse_for_one_reason_are_named_once():
+    """A reader of the error looks for the kernels of this device, which come first."""
+    layer = lowq.QuantLinear.from_quantized(lowq.quantize_tensor(torch.randn(32, 64)))
+    with pytest.raises(lowq.LowqError) as refused:
+        layer(torch.ones(2, 64, dtype=torch.float64))
+    message = str(refused.value)
+    assert message.count("runs on cuda, not on cpu") == 1
+    assert message.index("not torch.float64") < message.index("runs on cuda, not on cpu")
+
+
 def test_token_ids_come_in_lists_tensors_and_arrays(loaded):
     ids = [5, 6, 7]
     expected = text_of(loaded, ids)

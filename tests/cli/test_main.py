@@ -46,6 +46,21 @@ def test_help_is_quick():
     assert ours < max(0.2, 6 * bare), both
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["eval", "--bad"], "no such option: --bad; see: lowq eval --help"),
+        (["--json"], "no such option: --json; see: lowq --help"),
+        (["generate", "--temp", "0"], "Did you mean --temperature?"),
+        (["quantize", "--bitz", "4"], "Did you mean --bits?"),
+    ],
+)
+def test_only_an_option_that_looks_alike_is_what_was_meant(words, hint, capsys):
+    """--bad and --act have two dashes and one letter in common."""
+    assert main.main(words) == 2
+    assert hint in capsys.readouterr().err
+
+
 def test_every_command_but_chat_takes_json_and_all_take_quiet():
     """As the README promises."""
     names = sorted(path.stem for path in Path(main.__file__).with_name("commands").glob("[!_]*.py"))
