@@ -83,7 +83,7 @@ def stream(
     with log-probabilities.
     """
     began = time.perf_counter()
-    if not hasattr(model, "config") or not callable(tokenizer):
+    if not hasattr(model, "config") or tokenizer is None:
         kinds = f"{type(model).__name__} and {type(tokenizer).__name__}"
         raise UsageError(f"a model and its tokenizer are needed, got {kinds}; lowq.load(FOLDER) returns both")
     if getattr(model.config, "is_encoder_decoder", False):
