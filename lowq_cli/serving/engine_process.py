@@ -27,7 +27,6 @@ from lowq_cli.serving.request import Busy, Done, Event, Limits, Request, Sink, S
 from lowq_packers.errors import LowqError, UnsupportedError
 
 SILENT_S = 10.0  # seconds without a message after which clients learn that the process is stopped or starved
-STUCK_S = 60.0  # seconds without a step that mean a hung device; on a slow CPU, a piece of a prompt can take seconds
 LOST_S = 60.0  # seconds in a silent or stuck state after which open requests end with an error
 HUNG_S = 180  # seconds without a sign of life after which a load fails; imports and CUDA's start take seconds
 ENDS_S = 10.0  # seconds that the process has to end by itself
@@ -162,7 +161,7 @@ class ApartEngine:
         silent, stuck = now - self._heard, now - self._moved
         if silent > max(SILENT_S, seconds):
             return f"the engine's process has not answered for {silent:.0f} s"
-        return f"the engine has computed nothing for {stuck:.0f} s" if stuck > max(STUCK_S, seconds) else ""
+        return f"the engine has computed nothing for {stuck:.0f} s" if stuck > max(self.limits.stuck_s, seconds) else ""
 
     def stop(self, seconds: float, keep: bool = False) -> None:
         """Wait up to `seconds` for open requests to finish, cancel the rest, and end the process."""

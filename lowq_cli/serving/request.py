@@ -210,6 +210,7 @@ class Limits:
 
     longest: max. tokens of a prompt and its answer. running, waiting: max. requests computed at once, and in the queue.
     cache_tokens, cache_bytes: max. tokens whose keys and values are stored for all requests together, and their bytes.
+    stuck_s: seconds without a step that mean a hung device.
     """
 
     longest: int
@@ -217,6 +218,7 @@ class Limits:
     waiting: int
     cache_tokens: int
     cache_bytes: int
+    stuck_s: float = 60.0
 
 
 @dataclass(frozen=True)

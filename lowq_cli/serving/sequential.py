@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from lowq_packers.errors import UnsupportedError, device_lost, one_line
 FIRST_ROOM = 512  # tokens that a new cache has room for in addition to the prompt; doubled whenever an answer outgrows it
 NO_LIMIT = 32768  # max. tokens of a sequence if the model's config names no limit
 SHARE = 0.5  # fraction of the free memory that one sequence's cache may take
+WHOLE_S = 3600.0  # seconds that a CPU may take for a prompt, which is one step: it does not hang as a GPU can
 GREEDY = Sampling()
 
 
@@ -211,4 +212,5 @@ def _limits(model: Any, waiting: int, kv: str, cache_bytes: int | None) -> Limit
     rooms += [] if cache_bytes is None else [cache_bytes]
     if each and rooms:
         longest = max(1, min(longest, min(rooms) // each))
-    return Limits(longest, 1, waiting, longest, longest * each)
+    limits = Limits(longest, 1, waiting, longest, longest * each)
+    return limits if model.device.type == "cuda" else replace(limits, stuck_s=WHOLE_S)

@@ -26,6 +26,11 @@ HURRIED = 4.0  # max. factor of PACE; with 1, 64 documents that come at once hav
 ADVANCE = 0.6  # tokens of a sequence that may come after a longer wait: 1 in 200 tokens of an answer of 120
 LONGEST_S = 0.1  # max. seconds of a pass: an 8B on an H200 prefills 4,096 tokens in 0.08 s
 PAUSE_S = 0.4  # max. seconds that a sequence waits for a token while a burst of prompts is prefilled
+# Max. seconds that a pass is expected to take while no sequence runs: a third of what means a hung device
+# (`Limits.stuck_s`). A core takes 5.4 s for 512 tokens of a 1B (benchmarks/notes/cpu.md), so two take minutes for 4,096
+# of an 8B.
+ALONE_S = 20.0
+FIRST = 256  # max. rows of such a pass while no pass with a prompt was timed
 NEWEST = 0.2  # weight of the newest pass in moving averages
 BUSY = 0.8  # a pass below this fraction of its expected time shows that the GPU was shared when the passes were measured
 
@@ -133,13 +138,14 @@ class TokenBudget:
         """Return how many of `waiting` prompt tokens the next pass takes, with `riding` rows for `running` sequences that step.
 
         step: rows of a step once all waiting sequences run. texts: all open sequences. adapted: whether some row of the pass
-        has an adapter. The pass takes as many tokens as fit into `length`. It takes at least those that the smallest pass has
-        room for, as many as the largest pass has room for where no sequence runs, and more where a long pass is due.
+        has an adapter. The pass takes as many tokens as fit into `length`, or into ALONE_S where no sequence runs. It takes at
+        least those that the smallest pass has room for, and more where a long pass is due.
         """
         if not running:
             if not self._paused:  # the server was idle
                 self.usual = self.crowded = self.seconds(step, step, adapted)
-            return min(self.totals[-1] - riding, waiting)
+            timed = self._least(riding, self.totals[0], adapted) > 0
+            return min(self._room(riding, ALONE_S, adapted) if timed else max(FIRST, self.totals[0]) - riding, waiting)
         room, longer = self._rooms(step, riding, waiting, adapted)
         if waiting > room and (self._paused or self.late + running <= ADVANCE * texts):
             self.late += running * (longer > room and not self._paused)

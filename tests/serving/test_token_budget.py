@@ -8,10 +8,10 @@ from lowq_cli.engine.state import BLOCK
 from lowq_cli.serving.cache_groups import Group
 from lowq_cli.serving.cache_manager import CacheManager
 from lowq_cli.serving.pass_sizes import TOTALS, PassSizes
-from lowq_cli.serving.request import Request
+from lowq_cli.serving.request import Limits, Request
 from lowq_cli.serving.scheduler import Scheduler
 from lowq_cli.serving.sequence import Sequence
-from lowq_cli.serving.token_budget import LONGEST_S, PAUSE_S, PREFER, SLACK, TokenBudget
+from lowq_cli.serving.token_budget import ALONE_S, FIRST, LONGEST_S, PAUSE_S, PREFER, SLACK, TokenBudget
 
 ROWS = 16
 TOKEN_S = 20e-6  # of a row of a pass
@@ -236,3 +236,18 @@ def test_texts_wait_once_while_a_burst_is_read():
     assert not all(alone)
     assert engine.now - began < 12 * seconds(3000) * 1.25  # 1.6 in passes of SLACK steps
     assert max(engine.waits) == pytest.approx(PAUSE_S, rel=0.35)
+
+
+@pytest.mark.parametrize("token_s", [2e-5, 3e-3, 0.04, 2.0])
+def test_a_prompt_alone_is_read_in_passes_that_a_hung_device_is_not_taken_for(token_s):
+    """The first pass is small, and those after it take as many tokens as their expected time allows."""
+    budget, left, taken = TokenBudget(TOTALS), 20_000, []
+    while left:
+        taken.append(budget.prompt_tokens(1, 0, left, 0, 1))
+        budget.note(0, taken[-1], token_s * taken[-1])
+        left -= taken[-1]
+    assert taken[0] == FIRST
+    assert taken[1] == max([TOTALS[0]] + [t for t in TOTALS if token_s * t <= ALONE_S])
+    expected = [budget.seconds(0, n) for n in taken[1:]]
+    assert max(expected) <= max(ALONE_S, token_s * TOTALS[0])
+    assert Limits(1, 1, 1, 1, 1).stuck_s > 2 * ALONE_S
