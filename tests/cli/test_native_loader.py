@@ -185,6 +185,7 @@ def _compare_angles(family, more):
     raw = {"vocab_size": 64, "hidden_size": 128, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     raw |= {"num_key_value_heads": 2, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "pad_token_id": 0}
     raw |= {"model_type": family, "num_experts": 2, "num_local_experts": 2, "moe_intermediate_size": 16, "head_dim": 64}
+    raw |= {"num_experts_per_tok": 2}
     config, described, _ = read_config(raw | more, 100)
     theirs = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family].from_dict(raw | more)).model.rotary_emb
     for dtype in (torch.bfloat16, torch.float32):

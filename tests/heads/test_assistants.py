@@ -242,7 +242,7 @@ REFUSED = {  # what is changed in config.json and in the files, and the line tha
     "centroids that are missing": (ORDERED, "no tensor masked_embedding"),
     "experts": ({"text_config": EXPERTS}, "has enable_moe_block"),
     "no text_config": ({"text_config": None}, "no text_config"),
-    "a layer missing": ({"text_config": {"num_hidden_layers": 2, "layer_types": [S, S]}}, "does not use: layers.2"),
+    "a layer missing": ({"text_config": {"num_hidden_layers": 2, "layer_types": [S, F]}}, "keys of 2 heads of 16 values"),
 }  # fmt: skip
 
 

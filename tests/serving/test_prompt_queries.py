@@ -108,7 +108,7 @@ def test_vectors_cut_encoded_and_as_they_are(ask):
         ("embeddings", {}, "input"),
         ("embeddings", {"input": "x", "dimensions": 65}, "more than the model's 64"),
         ("embeddings", {"input": "x", "pooling": "sum"}, "pooling"),
-        ("embeddings", {"input": "x" * 600}, "context ends"),
+        ("embeddings", {"input": "x" * 600}, "prompt is too long: 600 tokens"),
         ("embeddings", {"input": [[999]]}, "token id 999"),
         ("embeddings", {"input": ["x"] * 2049}, "2049 texts"),
         ("rerank", {"query": "x", "documents": []}, "documents"),
