@@ -246,7 +246,7 @@ def select(call: AnyCall, kernel: str | None = None) -> Choice:
 def _grouped(reasons: Mapping[str, str]) -> str:
     """Kernel -> why it refuses, as text: kernels with one reason together, the most (those of another device) last."""
     kernels_of: dict[str, list[str]] = {}
-    for name, why in reasons.items():
+    for name, why in sorted(reasons.items()):
         kernels_of.setdefault(why, []).append(name)
     listed = sorted(kernels_of.items(), key=lambda item: len(item[1]))
     return "; ".join(f"{', '.join(names) if len(names) <= NAMED else f'{len(names)} kernels'}: {why}" for why, names in listed)

@@ -120,7 +120,8 @@ def _arguments(source: Source, say: Say) -> Wait[None]:
             text = str(json.loads(text, strict=False))
         except ValueError:
             text = text[1:]  # the string was cut
-    say("{}" if text == "null" or not (text or source.cut) else text)
+    cut = source.cut and source.over  # the limit came before the value's first character, and not after an empty one
+    say("{}" if text == "null" or not (text or cut) else text)
 
 
 def typed(source: Source, out: Parts, key: str, ends: tuple[str, ...], trim: bool) -> Wait[str]:

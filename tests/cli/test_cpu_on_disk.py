@@ -137,13 +137,12 @@ def test_a_table_in_a_layout_that_cannot_hold_it_is_refused(load, tied, tmp_path
 
 
 @pytest.mark.parametrize(("settings", "layouts"), [("", {"cpu", "rowstream"}), ('layout = "rowstream"', {"rowstream"})])
-def test_run_quantizes_in_the_order_of_this_cpu(settings, layouts, tmp_path, monkeypatch, family_checkpoints):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_run_quantizes_in_the_order_of_this_cpu(settings, layouts, tmp_path, own_cache, family_checkpoints):
     (tmp_path / "recipe.toml").write_text(settings)
     how = ("--recipe", tmp_path / "recipe.toml", "--device", "cpu", "--max-new-tokens", 1)
     done = forking.lowq("run", family_checkpoints("llama-tied").dense, "Hi", *how)
     assert done.returncode == 0, done.stderr
-    (config,) = tmp_path.rglob("config.json")
+    (config,) = own_cache.rglob("config.json")
     made = {t.layout for t in open_checkpoint(config.parent).tensors if t.scheme}
     assert made == layouts  # heads of a few rows stay rowstream
 

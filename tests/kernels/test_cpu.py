@@ -232,7 +232,7 @@ def test_forced_kernel_fails_aloud(monkeypatch):
 
 def test_no_kernel_lists_every_reason():
     call = registry.Call(1, 16, 64, Scheme(4, 32), "strided", torch.int8, "cpu")
-    with pytest.raises(UnsupportedError, match=r"reference: takes .* not torch.int8"):
+    with pytest.raises(UnsupportedError, match=r"dequant, reference: takes .* not torch.int8"):
         registry.select(call)
 
 

@@ -139,7 +139,7 @@ def test_several_names_force_an_operation_each(monkeypatch):
 
 def test_no_kernel_gives_every_reason():
     nobody = Call(1, 64, 128, Scheme(4, 32), "rowstream", torch.float64, "cpu")
-    with pytest.raises(UnsupportedError, match=r"reference: takes .*not torch.float64"):
+    with pytest.raises(UnsupportedError, match=r"dequant, reference: takes .*not torch.float64"):
         select(nobody)
 
 

@@ -210,6 +210,17 @@ def test_a_number_that_json_lacks_is_the_text_that_the_model_wrote(name, huge, k
     assert any(word in shown for word in ("NaN", "nan", "Infinity", "1e999", "1e309")), shown
 
 
+def test_an_empty_value_is_decided_where_it_ends():
+    """And not by a token limit that comes later, in the same piece of text or in the next one."""
+    text = '<tool_call>{"name": "f", "arguments":}}'
+    whole = read(Syntax(tagged_json.HERMES, None), text, None, cut=True)
+    assert ("arguments", "{}", 0) in whole
+    for at in range(len(text)):
+        reader = Reader(Syntax(tagged_json.HERMES, None), OFFERED)
+        parts = [*reader.push(text[:at]), *reader.push(text[at:], ended=True, cut=True)]
+        assert [(p.kind, p.text, p.index) for p in joined(parts)] == whole
+
+
 GARBLED = ["", "}", '"', "<", ">", "\n", "[", "{", "null", "name", "f", " ", "call:f{", "to=f", "function"]
 
 
