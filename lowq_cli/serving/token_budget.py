@@ -30,7 +30,7 @@ PAUSE_S = 0.4  # max. seconds that a sequence waits for a token while a burst of
 # (`Limits.stuck_s`). A core takes 5.4 s for 512 tokens of a 1B (benchmarks/notes/cpu.md), so two take minutes for 4,096
 # of an 8B.
 ALONE_S = 20.0
-FIRST = 256  # max. rows of such a pass while no pass with a prompt was timed
+FIRST = 256  # max. prompt tokens of such a pass while no pass with a prompt was timed
 NEWEST = 0.2  # weight of the newest pass in moving averages
 BUSY = 0.8  # a pass below this fraction of its expected time shows that the GPU was shared when the passes were measured
 
@@ -145,7 +145,7 @@ class TokenBudget:
             if not self._paused:  # the server was idle
                 self.usual = self.crowded = self.seconds(step, step, adapted)
             timed = self._least(riding, self.totals[0], adapted) > 0
-            return min(self._room(riding, ALONE_S, adapted) if timed else max(FIRST, self.totals[0]) - riding, waiting)
+            return min(self._room(riding, ALONE_S, adapted) if timed else FIRST, self.totals[-1] - riding, waiting)
         room, longer = self._rooms(step, riding, waiting, adapted)
         if waiting > room and (self._paused or self.late + running <= ADVANCE * texts):
             self.late += running * (longer > room and not self._paused)

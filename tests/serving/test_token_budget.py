@@ -251,3 +251,9 @@ def test_a_prompt_alone_is_read_in_passes_that_a_hung_device_is_not_taken_for(to
     expected = [budget.seconds(0, n) for n in taken[1:]]
     assert max(expected) <= max(ALONE_S, token_s * TOTALS[0])
     assert Limits(1, 1, 1, 1, 1).stuck_s > 2 * ALONE_S
+
+
+def test_the_first_pass_of_a_burst_reads_prompts_however_many_texts_wait():
+    """The rows kept for their later steps are not taken from a first pass, whose time is not known."""
+    for riding in (0, 1, 256, 512):
+        assert TokenBudget(TOTALS).prompt_tokens(riding, riding, 20_000, 0, max(1, riding)) == FIRST

@@ -245,13 +245,9 @@ def _text_part(text: str) -> dict[str, Any]:
 
 
 def _named(answer: Answer, block: Block) -> dict[str, Any]:
-    return (
-        {"name": answer.params.dialect["offers"][block.name].name}
-        if block.kind == "call"
-        else {"logprobs": []}
-        if block.kind == "text"
-        else {}
-    )
+    if block.kind == "call":
+        return {"name": answer.params.dialect["offers"][block.name].name}
+    return {"logprobs": []} if block.kind == "text" else {}
 
 
 def _item(answer: Answer, block: Block, status: str) -> dict[str, Any]:
