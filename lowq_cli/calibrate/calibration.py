@@ -184,7 +184,7 @@ class Calibration:
         if not all(p.is_file() for p in (self.folder / AROUND, *map(polished, files.values()))):
             start = self.blocks.start(self.ids, texts.BATCH, tables)[0]
             dtypes = {n: _dtype(self.items[n].outputs[1][1].dtype) for n in files}
-            yield from EndToEnd(self.blocks, self.items, dtypes, files, self.stored).run(
+            yield from EndToEnd(self.blocks, self.items, dtypes, files, self.stored, len(start)).run(
                 self.ids, start, targets, others, self.folder
             )
         self.layer_of = {n: polished(p) if p in files.values() else p for n, p in self.layer_of.items()}

@@ -33,6 +33,7 @@ BOTH_SIDES: tuple[int, ...] = (3, 4)
 # `--bpw 3.5` such tables, all from gptq's codes, have a KL of 0.0747 / 0.0814; 3 bits in groups of 16 have 0.0833 / 0.0886.
 STRAIGHT, STRAIGHT_BYTES = (2,), (2, 3, 4)
 STRAIGHT_CODES = 2e-3  # the codes' rate then. Base, 2 bits: KL 0.290 / 0.321, by 5e-3 0.304 / 0.336 (table-e4m3 g16, own text)
+FARTHEST = 1.17  # Adam's longest step in learning rates at betas of 0.9 and 0.95: sqrt(0.2 / (1 - 0.81 / 0.95)), rounded up
 TABLES = 1e-3  # the rate of embedding and head, as a share of their root mean square
 PASSES, MORE_PASSES = 4, 8
 MOST_CODES = 2 * 10**9  # max. weights whose codes are trained together: each takes 12 bytes of memory, and of disk after a pass
@@ -121,6 +122,32 @@ def _in_straight_widths(scheme: Scheme) -> bool:
     return scheme.bits in (STRAIGHT if scheme.scale == "float" else STRAIGHT_BYTES)
 
 
+def can_move(code_rate: float, steps: int) -> bool:
+    """Whether a code that starts in the middle of its interval can leave it in so many steps, whose rates fall to 0."""
+    return FARTHEST * code_rate * (steps + 1) / 2 > 0.5
+
+
+def trains_codes(item: Item, weights: int, steps: int) -> bool:
+    """Whether all layers trained together for so many steps may change a matrix's codes."""
+    code_rate = rates(item.scheme.bits, weights)[2] if item.scheme else 0.0
+    return starts_straight(item, weights) or can_move(code_rate, steps)
+
+
+def step_count(tokens: int, passes: int) -> int:
+    """The number of steps of passes over so many tokens, in windows of full length, and the windows of random tokens."""
+    windows = tokens // texts.WINDOW
+    return passes * -(-(windows + windows // UNSEEN // texts.BATCH * texts.BATCH) // texts.BATCH)
+
+
+def note_of_codes(plan: Plan) -> str:
+    """What a plan says where `distill` has too few steps to move the codes of some matrices; "" elsewhere."""
+    items = [i for i in plan.items if i.scheme and quantizers.needs_distilling(str(i.method)) and i.kind != "expert"]
+    weights = sum(i.params for i in plan.items if i.method and quantizers.needs_text(i.method))
+    steps = step_count(plan.recipe.tokens, pass_count(items, weights))
+    still = [i for i in items if i.scheme and rates(i.scheme.bits, weights)[2] and not trains_codes(i, weights, steps)]
+    return f"distill trains no codes of {len(still)} of {len(items)} matrices: {steps} steps cannot move one" if still else ""
+
+
 def learns_alone(item: Item, weights: int) -> bool:
     """Whether a matrix is trained with its layer alone (calibrate/learn.py). weights: number of those that are calibrated."""
     method = str(item.method)
@@ -187,8 +214,9 @@ def _together(plan: Plan, items: list[Item], layers: dict[str, int], streams: in
     tables = [i for i in plan.items if i.kind in ("embedding", "head")]
     rows, hidden = max((i.shape[0] for i in tables), default=0), min(i.shape[1] for i in items)
     weights = sum(i.params for i in items)
+    steps = step_count(plan.recipe.tokens, pass_count(items, weights))
     grids = sum(
-        i.params * (1 + 2 * 16 / i.scheme.group_size + (12 if rates(i.scheme.bits, weights)[2] else 0))
+        i.params * (1 + 2 * 16 / i.scheme.group_size + (12 if i.kind == "expert" or trains_codes(i, weights, steps) else 0))
         for i in items
         if i.scheme
     )

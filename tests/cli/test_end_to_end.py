@@ -6,13 +6,14 @@ from checkpoints import SMALL, Family
 from safetensors.torch import load_file
 
 from lowq_cli.calibrate import end_to_end, requirements, texts
-from lowq_cli.calibrate.cuda_graph import Recorded
+from lowq_cli.calibrate.cuda_graph import Recorded, adam
 from lowq_cli.calibrate.end_to_end import EndToEnd
+from lowq_cli.calibrate.learn import WARM
 from lowq_cli.calibrate.requirements import LayerDone, PassDone
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.tokenizer import load_tokenizer
 from lowq_cli.plan.recipe import make_recipe
-from lowq_cli.run import pipeline
+from lowq_cli.run import pipeline, prepare
 
 CONVOLVED: Family = ("lfm2", SMALL | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False})
 LINEAR: Family = (
@@ -131,6 +132,56 @@ def test_twice_the_same_bytes_also_behind_an_interruption_in_each_phase(family_c
     passes = [e for e in pipeline.run(dense, recipe(short), tmp_path / "again") if isinstance(e, PassDone)]
     assert len(passes) == requirements.MORE_PASSES - 1
     assert weights(tmp_path / "again") == weights(tmp_path / "first")
+
+
+def test_codes_that_too_few_steps_cannot_move_cost_nothing(family_checkpoints, short, tmp_path, monkeypatch):
+    """The same bytes as with their training, which takes 12 bytes a weight."""
+    monkeypatch.setattr(end_to_end, "rates", requirements.rates)
+    trained = []
+
+    class Watched(end_to_end.Grid):
+        def __init__(self, *given):
+            super().__init__(*given)
+            trained.append(self.moved is not None)
+
+    monkeypatch.setattr(end_to_end, "Grid", Watched)
+    dense = family_checkpoints("llama-tied", schemes={}, positions=32).dense
+    list(pipeline.run(dense, recipe(short, 3), tmp_path / "still"))
+    assert trained
+    assert not any(trained)
+    trained.clear()
+    monkeypatch.setattr(end_to_end, "can_move", lambda *_: True)
+    list(pipeline.run(dense, recipe(short, 3), tmp_path / "moving"))
+    assert all(trained)
+    assert weights(tmp_path / "still") == weights(tmp_path / "moving")
+
+
+@pytest.mark.parametrize("steps", [2, 20, 72, 84, 200])
+def test_no_gradients_move_a_code_that_is_said_to_stay(steps):
+    """Gradients that grow by b2 / b1 a step make Adam's longest steps."""
+    rate = requirements.TOGETHER[3][2]
+    code = torch.zeros(1, requires_grad=True)
+    optimizer = adam([{"params": [code], "lr": rate}], torch.device("cpu"))
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = rate * min((step + 1) / WARM, 1 - step / steps)
+        code.grad = torch.full((1,), -((0.95 / 0.9) ** step))
+        optimizer.step()
+    assert requirements.can_move(rate, steps) == (steps > 84)
+    assert (float(code.detach()) > 0.5) == (steps > 84)
+
+
+@pytest.mark.parametrize(("bits", "still"), [(2, False), (3, True), (4, True), (8, False)])
+def test_a_plan_says_where_codes_cannot_move(bits, still, family_checkpoints, tmp_path):
+    dense, notes, sizes = family_checkpoints("llama-tied", schemes={}).dense, [], []
+    for tokens in (65536, 262144):
+        given = make_recipe(bits=bits, group=16, method="distill", calib=texts.BUNDLED, calib_tokens=tokens)
+        with prepare.prepare(dense, given, tmp_path / "out", "cpu", headers_only=True) as run:
+            notes.append([n for n in run.plan.notes if "distill trains no codes of" in n])
+            weights, steps = sum(i.params for i in run.plan.items if i.scheme), requirements.step_count(tokens, 4)
+            sizes.append([requirements.trains_codes(i, weights, steps) for i in run.plan.items if i.scheme])
+    assert [len(n) for n in notes] == [still, 0]
+    assert all(requirements.step_count(65536, 4) == int(n.split(": ")[1].split()[0]) for n in notes[0])
+    assert sizes == [[bits == 2] * len(sizes[0]), [bits != 8] * len(sizes[1])]
 
 
 def test_a_result_that_is_not_better_is_not_used(family_checkpoints, short, tmp_path, monkeypatch):
