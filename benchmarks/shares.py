@@ -8,7 +8,8 @@ MODEL writes its own text. Linears alone are quantized; KL divergence and perple
 scheme, the seed of the text, the rounding that the training starts from, and what was left out:
 walked (everything: as the layers left them), whole (nothing), codes (they stay), scales (with zeros and tables), norms,
 outside (embedding, head and last norm), passes (half of them), near (codes start amid their intervals, not where weights lie);
-or the reverse, straight (codes start where weights lie, at the rate of that start, also where the product starts them amid).
+or the reverse, straight (codes start where weights lie, at the rate of that start, also where the product starts them amid)
+and faster (the codes' rates add up to as much as in the passes over a GPU's default text).
 --start: the product's own rounding (own: gptq, or yaqa where it takes the curvature), gptq or yaqa in its place, or lsq (codes
 nearest to the weights, without a text). --bpw: widths and groups placed by that budget instead of --bits and --group.
 --batch: windows per step of the training; fewer give a short text as many steps as the product takes on a longer one.
@@ -35,7 +36,9 @@ from lowq_cli.calibrate import calibration, end_to_end, requirements, texts
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.quantizers import distill, lsq
 
-LEFT_OUT = ("walked", "whole", "codes", "scales", "norms", "outside", "passes", "near", "straight")
+LEFT_OUT = ("walked", "whole", "codes", "scales", "norms", "outside", "passes", "near", "straight", "faster")
+
+USUAL_STEPS = requirements.step_count(requirements.MOST_TOKENS, requirements.PASSES)  # on a GPU
 
 
 class Done(Exception):
@@ -60,7 +63,8 @@ def prepared(part: str, given: tuple[Any, ...]) -> end_to_end.EndToEnd:
     """A training without a part."""
     kept = {k: getattr(requirements, k) for k in ("TOGETHER", "TABLES", "MORE_PASSES", "PASSES")}
     grid, straight, rates = end_to_end.Grid, end_to_end.starts_straight, kept["TOGETHER"].items()
-    requirements.TOGETHER = {b: (s * (part != "scales"), n * (part != "norms"), c) for b, (s, n, c) in rates}
+    faster = USUAL_STEPS / (requirements.PASSES * given[5]) if part == "faster" else 1.0
+    requirements.TOGETHER = {b: (s * (part != "scales"), n * (part != "norms"), c * faster) for b, (s, n, c) in rates}
     if part == "outside":
         requirements.TABLES = 0.0
     if part == "passes":

@@ -9,7 +9,8 @@ TEXTS = {"wikitext2_test": "WikiText-2", "mix_valid_sample": "mix"}
 PARTS = {  # the row's word -> what was left out
     "codes": "codes stay", "scales": "scales and zeros stay", "norms": "norms of the layers stay",
     "outside": "embedding, head and last norm stay", "passes": "half of the passes",
-    "near": "codes start amid their intervals", "straight": "nothing; codes start where weights lie", "walked": "all training",
+    "near": "codes start amid their intervals", "straight": "nothing; codes start where weights lie",
+    "faster": "nothing; codes at a faster rate", "walked": "all training",
 }  # fmt: skip
 Pair = tuple[Row, Row]
 

@@ -24,7 +24,8 @@ WIDER = (1e-3, 0.0, 0.0)
 # Bits at which `distill` starts from codes that `yaqa` rounded (no layer is trained alone) and then trains codes, too. Base
 # g64, 262,144 tokens of its own text, KL on WikiText-2 / mix. 3 bits: 0.115 / 0.133; without yaqa 0.126 / 0.141; without
 # training codes 0.128 / 0.143; from learn's result with fixed codes 0.139 / 0.157. 4 bits: 0.0314 / 0.0355, and from learn's
-# result with fixed codes 0.0338 / 0.0375. Not measured at 1 and 2 bits.
+# result with fixed codes 0.0338 / 0.0375. 2 bits, story, 32,768 tokens, two texts: over gptq's start
+# 1.01 / 1.00 and 1.01 / 1.00. Not measured at 1 bit.
 BOTH_SIDES: tuple[int, ...] = (3, 4)
 # Bits at which `distill` trains all layers together right from gptq's codes, each of which starts where its weight lies between
 # two codes, in MORE_PASSES. Base, 2 bits g64, 524,288 tokens of own text, perplexity on WikiText-2 / mix: 36.65 / 45.26; from
