@@ -125,6 +125,8 @@ def serve() -> None:
             answer: dict[str, Any] = {"text": call(**json.loads(line))[0][0]}
         except MemoryError:
             answer = {"error": f"it takes more than {2 * BYTES >> 20} MB of memory"}
+        except RecursionError:
+            answer = {"error": "it is nested too deeply"}
         except Exception as e:  # untrusted code may raise anything; the error is the answer
             answer = {"error": f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"}
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -258,7 +258,7 @@ def hosts(draw):
 @given(host=hosts())
 def test_only_local_names_are_local(host):
     text, local = host
-    guard = Guard(None, "", ("127.0.0.1", "localhost", "::1"), print)
+    guard = Guard(None, "", ("127.0.0.1", "localhost", "::1"), print, None)
     scope = {"type": "http", "path": "/v1/models", "headers": [(b"host", text.encode())]}
     assert (guard.refusal(scope) is None) == local, text
 
@@ -269,9 +269,9 @@ def test_a_scheme_has_no_case_and_a_key_has(seed, key, right):
     scheme = "".join(random.Random(seed).choice((c, c.upper())) for c in "bearer")
     given_key = key if right else key.upper()
     scope = {"type": "http", "path": "/v1/models", "headers": [(b"authorization", f"{scheme} {given_key}".encode())]}
-    assert (Guard(None, key, (), print).refusal(scope) is None) == right
+    assert (Guard(None, key, (), print, None).refusal(scope) is None) == right
     scope["headers"] = [(b"authorization", f"basic {key}".encode())]
-    assert Guard(None, key, (), print).refusal(scope).status == 401
+    assert Guard(None, key, (), print, None).refusal(scope).status == 401
 
 
 def test_places_are_fewer_than_file_descriptors():

@@ -117,20 +117,32 @@ def make_app(served: Served) -> ASGIApp:
     ]
     handlers: dict[Any, Any] = {HTTPException: _no_such_path, Refusal: _refused}
     return Guard(
-        Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers), served.api_key, served.hosts, served.log
+        Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers),
+        served.api_key,
+        served.hosts,
+        served.log,
+        _body,
     )
 
 
-async def _refused(_: HttpRequest, why: Exception) -> Response:
+def _body(path: str, why: Refusal) -> dict[str, Any]:
+    """The body of a refusal in the dialect of a path, whether or not that path exists."""
+    if path.startswith("/v1/messages"):
+        return Messages().refused(why)
+    return Ollama(True).refused(why) if path.startswith("/api/") else why.body
+
+
+async def _refused(request: HttpRequest, why: Exception) -> Response:
     assert isinstance(why, Refusal)
-    return answer_json(why.body, why.status, why.headers)
+    return answer_json(_body(request.url.path, why), why.status, why.headers)
 
 
 async def _no_such_path(request: HttpRequest, why: Exception) -> Response:
     assert isinstance(why, HTTPException)
     how = f"{request.method} {request.url.path}"
     line = f"{how} is not served here" if why.status_code == 404 else f"{how}: {str(why.detail).lower()}"
-    return answer_json(Refusal(why.status_code, line).body, why.status_code, dict(why.headers or {}))
+    body = _body(request.url.path, Refusal(why.status_code, line))
+    return answer_json(body, why.status_code, dict(why.headers or {}))
 
 
 class Endpoints:

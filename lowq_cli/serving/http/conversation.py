@@ -7,6 +7,7 @@ from typing import Any
 
 from lowq_cli.engine.tokenizer import LoadedTokenizer
 from lowq_cli.output.syntaxes import Syntax, switches
+from lowq_cli.serving.http import fields
 from lowq_cli.serving.http.fields import Params, items, shown, table, text
 from lowq_cli.serving.http.message_order import rendered
 from lowq_cli.serving.http.refusal import Refusal, wrong
@@ -58,7 +59,8 @@ def prompt_text(tokenizer: LoadedTokenizer, params: Params, tools: list[dict[str
             raise
         why = f"the model's chat template refuses these messages: {one_line(e)}"
         raise Refusal(400, why, param="messages") from e
-    return syntax.begun(text, params.think)
+    # strings that only the template writes, too: those of tools, and of arguments, which are JSON inside JSON
+    return syntax.begun(fields.text("messages or tools", text), params.think)
 
 
 def shorten_ids(messages: list[dict[str, Any]]) -> None:

@@ -12,6 +12,7 @@ from lowq_cli.serving.http.local import PREFIX, is_local
 from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.http.reply import answer_json
 
+Body = Callable[[str, Refusal], object]
 OPEN = ("/", "/health", "/ready")  # paths that need no key: the page, which holds no data, and the health checks
 HOST = re.compile(
     r"(?:\[(?P<address>[0-9a-f]*:[0-9a-f:.]+)\]|(?P<name>[^:\[\]]+))(?::[0-9]{1,5})?"
@@ -29,10 +30,11 @@ class Guard:
         api_key: the key that clients must send, "" for none.
         hosts: allowed values of the Host header, () for any.
         log: called with one line per refused request.
+        body: the body of a refusal at a path.
     """
 
-    def __init__(self, app: ASGIApp, api_key: str, hosts: tuple[str, ...], log: Callable[[str], None]) -> None:
-        self.app, self.hosts, self.log = app, hosts, log
+    def __init__(self, app: ASGIApp, api_key: str, hosts: tuple[str, ...], log: Callable[[str], None], body: Body) -> None:
+        self.app, self.hosts, self.log, self.body = app, hosts, log, body
         self.key = api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -42,7 +44,7 @@ class Guard:
             await self.app(scope, receive, send)
         else:
             self.log(f"{time.strftime('%H:%M:%S')} {shown(scope['path'])}: {why.status} {why.message}")
-            await answer_json(why.body, why.status, why.headers)(scope, receive, send)
+            await answer_json(self.body(scope["path"], why), why.status, why.headers)(scope, receive, send)
 
     def refusal(self, scope: Scope) -> Refusal | None:
         """Why this request is refused; None if it is not."""

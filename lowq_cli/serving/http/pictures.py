@@ -66,7 +66,7 @@ def take(params: Params) -> tuple[Params, list[tuple[str, str]]]:
 def _part(name: str, given: Any, pictures: list[tuple[str, str]]) -> Any:
     part = table(name, given)
     kind = part.get("type")
-    if kind in OTHERS:
+    if isinstance(kind, str) and kind in OTHERS:
         raise wrong(f"{name}.type", f"{shown(kind)} is not supported: this server takes texts and pictures, not {OTHERS[kind]}")
     if kind != "image_url":
         if kind == "image":  # "image" is our own placeholder
