@@ -142,7 +142,7 @@ def step_count(tokens: int, passes: int) -> int:
 
 def note_of_codes(plan: Plan) -> str:
     """What a plan says where `distill` has too few steps to move the codes of some matrices; "" elsewhere."""
-    items = [i for i in plan.items if i.scheme and quantizers.needs_distilling(str(i.method)) and i.kind != "expert"]
+    items = [i for i in plan.items if i.method and quantizers.needs_distilling(i.method) and i.kind != "expert"]
     weights = sum(i.params for i in plan.items if i.method and quantizers.needs_text(i.method))
     steps = step_count(plan.recipe.tokens, pass_count(items, weights))
     still = [i for i in items if i.scheme and rates(i.scheme.bits, weights)[2] and not trains_codes(i, weights, steps)]
