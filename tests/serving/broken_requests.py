@@ -1,4 +1,4 @@
-"""Seeded HTTP requests whose bodies or framing are damaged, and the error shape that each dialect's clients read."""
+"""Bodies that each path answers, requests at random whose bodies are damaged, and the shape of each dialect's errors."""
 
 import json
 import random
@@ -57,47 +57,21 @@ BODIES = {  # each path, and bodies that it answers
 }  # fmt: skip
 GETS = ("/api/tags", "/api/ps", "/api/version", "/v1/models", "/v1/models/talk", "/health")
 STATUSES = (200, 400, 403, 404, 405, 408, 413, 415, 429)
-NUMBERS = (
-    "-1",
-    "0",
-    "1",
-    "-0.0",
-    "1e400",
-    "-1e400",
-    "NaN",
-    "Infinity",
-    "1e-320",
-    "0.5",
-    str(2**31),
-    str(2**63),
-    str(-(2**63) - 1),
-)
-TEXTS = (
-    r"\ud800",
-    r"\udfff\ud800",
-    r"\u0000",
-    "",
-    r"{\"a\":\"\\ud800\"}",
-    "x" * 70_000,
-    "\u202e",
-    "é" * 300,
-    r"\ud83d\ude00",
-    "user",
-    "tool",
-    "{",
-    "m",
-)
+NUMBERS = ("-1", "0", "1", "-0.0", "1e400", "-1e400", "NaN", "Infinity", "1e-320", "0.5", str(2**31), str(2**63),
+           str(-(2**63) - 1))  # fmt: skip
+TEXTS = (r"\ud800", r"\udfff\ud800", r"\u0000", "", r"{\"a\":\"\\ud800\"}", "x" * 70_000, "\u202e", "é" * 300, r"\ud83d\ude00",
+         "user", "tool", "{", "m")  # fmt: skip
 DEPTHS = (3, 60, 200, 320, 480, 900, 940, 960, 980, 5000)
 
 
-def written(value, rng, mark, junk):
-    """`value` as JSON; the part at the number `mark` of a walk is replaced by `junk`, or its key stands twice."""
+def written(value, mark, change):
+    """`value` as JSON; the part at the number `mark` of a walk is what `change` makes of it."""
     count = [0]
 
     def walk(v):
         count[0] += 1
         if count[0] == mark:
-            return junk(v)
+            return change(v)
         if isinstance(v, dict):
             return "{" + ",".join(f"{json.dumps(k)}:{walk(x)}" for k, x in v.items()) + "}"
         if isinstance(v, list):
@@ -138,11 +112,7 @@ def junk(rng):
             rng.shuffle(twice)
             return "{" + ",".join(f"{json.dumps(k)}:{json.dumps(x) if x is not None else plain()}" for k, x in twice) + "}"
         if kind == 10 and isinstance(v, dict):
-            return (
-                "{"
-                + ",".join([*(f"{json.dumps(k)}:{json.dumps(x)}" for k, x in v.items()), f'"{rng.choice(TEXTS)}":{plain()}'])
-                + "}"
-            )
+            return json.dumps(v)[:-1] + ("," if v else "") + f'"{rng.choice(TEXTS)}":{plain()}}}'
         return rng.choice(('{"$ref":"#"}', '{"type":["x"]}', '{"pattern":"(a+)+$","type":"string"}', '{"type":"x"}', plain()))
 
     return change
@@ -160,11 +130,11 @@ def request(seed):
         return path, head(method, path, [f"Content-Length: {len(body)}"]) + body
     path = rng.choice(list(BODIES))
     value = rng.choice(BODIES[path])
-    body = written(value, rng, rng.randint(1, size(value)), junk(rng))
+    body = written(value, rng.randint(1, size(value)), junk(rng))
     if rng.random() < 0.3:
         try:
             value = json.loads(body)
-            body = written(value, rng, rng.randint(1, min(size(value), 99)), junk(rng))
+            body = written(value, rng.randint(1, min(size(value), 99)), junk(rng))
         except (ValueError, RecursionError):
             pass
     raw = body.encode("utf-8", "surrogatepass")

@@ -1,4 +1,4 @@
-"""Requests at random whose bodies or framing are damaged: an answer, or an error that the path's clients read."""
+"""Damaged requests to a real server: an answer, or an error that the path's clients read, and no harm to the next."""
 
 import http.client
 import json
@@ -55,3 +55,20 @@ def test_a_refusal_outside_of_the_endpoints_has_the_shape_of_its_dialect(server,
     status, _, body = ask(server.url, head("PUT", path, headers) + b"{}")
     assert status in (403, 404, 405)
     assert shape_fault(path, json.loads(body)) == ""
+
+
+HALF = "\\ud800"  # of a surrogate pair, as JSON writes it
+KINDS = ('["image_url"]', "{}")
+BROKEN = [
+    *(f'{{"messages": [{{"role": "user", "content": [{{"type": {kind}}}]}}]}}' for kind in KINDS),
+    f'{{"messages": [{{"role": "user", "content": "x"}}], "tools": [{{"type": "function", "function": {{"name": "f", '
+    f'"description": "{HALF}"}}}}]}}',
+]
+
+
+@pytest.mark.parametrize("body", BROKEN)
+def test_a_type_that_is_no_text_and_half_a_character_are_refused(server, body):
+    raw = body.encode()
+    status, _, answer = ask(server.url, head("POST", "/v1/chat/completions", [f"Content-Length: {len(raw)}"]) + raw)
+    assert status == 400
+    assert shape_fault("/v1/chat/completions", json.loads(answer)) == ""
