@@ -140,13 +140,13 @@ def step_count(tokens: int, passes: int) -> int:
     return passes * -(-(windows + windows // UNSEEN // texts.BATCH * texts.BATCH) // texts.BATCH)
 
 
-def note_of_codes(plan: Plan) -> str:
-    """What a plan says where `distill` has too few steps to move the codes of some matrices; "" elsewhere."""
+def notes_of_codes(plan: Plan) -> list[str]:
+    """What a plan says where `distill` has too few steps to move the codes of some matrices; nothing elsewhere."""
     items = [i for i in plan.items if i.method and quantizers.needs_distilling(i.method) and i.kind != "expert"]
     weights = sum(i.params for i in plan.items if i.method and quantizers.needs_text(i.method))
     steps = step_count(plan.recipe.tokens, pass_count(items, weights))
     still = [i for i in items if i.scheme and rates(i.scheme.bits, weights)[2] and not trains_codes(i, weights, steps)]
-    return f"distill trains no codes of {len(still)} of {len(items)} matrices: {steps} steps cannot move one" if still else ""
+    return [f"distill trains no codes of {len(still)} of {len(items)} matrices: {steps} steps cannot move one"] if still else []
 
 
 def learns_alone(item: Item, weights: int) -> bool:

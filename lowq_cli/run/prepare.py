@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowq_cli import quantizers
-from lowq_cli.calibrate.requirements import is_calibrated, note_of_codes, tokens_for
+from lowq_cli.calibrate.requirements import is_calibrated, notes_of_codes, tokens_for
 from lowq_cli.calibrate.texts import SELF, Text
 from lowq_cli.devices import Device, name_devices, pick_device, pick_devices
 from lowq_cli.files.folder import check_apart
@@ -131,8 +131,8 @@ def prepare(
             folder = default_out(source, recipe, common_group(plan, recipe))
         if (folder / JOURNAL).is_file():
             notes.append(f"{folder} holds an unfinished run: less is left to do than the time of a whole run, which is shown")
-        still = note_of_codes(plan)
-        plan = replace(plan, notes=(*plan.notes, *published, *notes, *([still] if still else [])))
+        notes += notes_of_codes(plan)
+        plan = replace(plan, notes=(*plan.notes, *published, *notes))
         if not is_calibrated(plan):
             text = text_plan = None
         elif text is None and not text_plan and recipe.calib != SELF:
