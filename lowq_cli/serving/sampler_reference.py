@@ -5,16 +5,15 @@ Everything stays on the device: only a mask, which the host fills, and reading l
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from lowq_cli.engine.sampling import penalise, restrict
 from lowq_cli.serving.request import Draw, Mask
-from lowq_kernels.decode.reference import race
+from lowq_kernels.decode import ops
 
 
 class Picker:
-    """Samples the tokens of one request.
+    """Samples the tokens of one request, by its seed and the position of the new token as `engine.sampling.Sampler` does.
 
     Args:
         draw, mask: those of the request.
@@ -24,7 +23,9 @@ class Picker:
 
     def __init__(self, draw: Draw, mask: Mask | None, prompt: Sequence[int], V: int, device: torch.device) -> None:
         self.draw, self.mask, self.device = draw, mask, device
-        self.numbers = np.random.Philox(key=draw.seed)
+        self.seed = torch.tensor([draw.seed], device=device)
+        self.pos = torch.tensor([len(prompt) - 1], dtype=torch.int32, device=device)  # position of the newest token
+        self.token = torch.zeros(1, dtype=torch.int64, device=device)
         self.counts = torch.zeros(V, dtype=torch.int32, device=device)  # counts of the tokens generated so far
         self.seen = torch.zeros(1, V, dtype=torch.bool, device=device)
         self.seen[0, torch.tensor(prompt, device=device)] = True
@@ -47,12 +48,12 @@ class Picker:
             logits = logits - d.presence_penalty * (self.counts > 0) - d.frequency_penalty * self.counts
         if self.mask is not None:
             logits = logits.masked_fill(~self._allowed(), float("-inf"))
-        if d.greedy:
-            self.token = logits.argmax(-1)
-        else:
-            p = restrict(logits / d.temperature, d.top_k, d.top_p).softmax(-1)
-            p = p.masked_fill(p < d.min_p * p.amax(-1, keepdim=True), 0)
-            self.token = torch.tensor([race(p[0].cpu().numpy(), self.numbers)], device=self.device)
+        temperature = d.temperature
+        if not d.greedy and (d.top_k or d.top_p < 1 or d.min_p):
+            logits, temperature = restrict(logits / temperature, d.top_k, d.top_p), 1.0
+            p = logits.softmax(-1)
+            logits = logits.masked_fill(p < d.min_p * p.amax(-1, keepdim=True), float("-inf"))
+        ops(self.device.type).choose(logits.contiguous(), self.token, self.pos, self.seed, temperature, 1)
         self.counts[self.token] += 1
         self.seen[0, self.token] = True
         return self.token

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from asking import Client, alone, build, prompts
 
 from lowq_cli.engine import stream
 from lowq_cli.engine.model_record import owned
@@ -208,28 +209,78 @@ def test_settings_out_of_range_are_refused():
             replace(Draw(), **wrong)
 
 
-@pytest.mark.parametrize("room", [512, 4], ids=["fits", "outgrows its cache"])
-def test_a_family_without_fused_layers_is_served_one_after_another(room):
-    """In fp32, where reading a text again as a prompt gives the same tokens."""
+@pytest.fixture(scope="module")
+def undescribed():
+    """A model in fp32 of a family that only transformers' forward runs."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
     config = GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, vocab_size=96, bos_token_id=1, eos_token_id=2)
-    model = GPT2LMHeadModel(config).eval()
-    usual = engine_of(model)
+    return GPT2LMHeadModel(config).eval()
+
+
+def answered(model, requests, room=512):
+    """The tokens of requests, by an engine of their own."""
+    engine = SequentialEngine(model, len(requests), room=room)
+    engine.events = queue.Queue()
+    engine.start(lambda batch: [engine.events.put(e) for e in batch])
+    try:
+        return [tokens(e) for e in follow(engine, *(engine.submit(r) for r in requests))]
+    finally:
+        engine.stop(0)
+
+
+DRAWN = [
+    {"temperature": 1.0, "seed": 3},
+    {"temperature": 0.8, "seed": (1 << 63) - 1, "top_k": 30},
+    {"temperature": 1.3, "seed": 5, "top_p": 0.9},
+    {"temperature": 0.7, "seed": 6, "top_k": 40, "top_p": 0.95, "repetition_penalty": 1.2},
+]
+SERVED_ALONE = [
+    {"temperature": 1.0, "seed": 7, "min_p": 0.02},
+    {"temperature": 0.9, "seed": 8, "presence_penalty": 0.5, "frequency_penalty": 0.3, "logit_bias": {9: 4.0}, "logprobs": 2},
+    {"temperature": 1.1, "seed": 9, "top_k": 50, "min_p": 0.01, "logit_bias": {9: 4.0, 11: -100.0}},
+]
+
+
+@pytest.mark.parametrize("room", [512, 4], ids=["fits", "outgrows its cache"])
+def test_a_seed_draws_the_text_of_generate(undescribed, room):
+    expected = [alone(undescribed, [5, 6, 7 + i], 20, **how) for i, how in enumerate(DRAWN)]
+    requests = [Request((5, 6, 7 + i), 20, draw=Draw(**how)) for i, how in enumerate(DRAWN)]
+    assert answered(undescribed, requests, room) == expected
+    other = [replace(r, draw=replace(r.draw, seed=r.draw.seed - 1)) for r in requests]
+    assert all(a != b for a, b in zip(answered(undescribed, other), expected, strict=True))
+
+
+def test_a_seed_draws_the_text_of_the_engine_of_many_at_once():
+    """Also by the settings that only the server has, and however long the prompt is."""
+    model, requests = build("llama"), []
+    for i, how in enumerate(DRAWN + SERVED_ALONE):
+        requests.append(Request(tuple(prompts(9 + 5 * i)[0]), 20, draw=Draw(**how)))
+    client = Client(model)
+    expected = client.tokens(*map(client.engine.submit, requests))
+    client.engine.stop(0)
+    assert answered(model, requests) == expected
+    assert len(set(map(tuple, expected))) == len(requests)
+
+
+@pytest.mark.parametrize("room", [512, 4], ids=["fits", "outgrows its cache"])
+def test_a_family_without_fused_layers_is_served_one_after_another(undescribed, room):
+    """In fp32, where reading a text again as a prompt gives the same tokens."""
+    usual = engine_of(undescribed)
     assert isinstance(usual, SequentialEngine)
     assert "gpt2" in usual.reason
-    result = SequentialEngine(model, 4, usual.reason, room=room)
+    result = SequentialEngine(undescribed, 4, usual.reason, room=room)
     assert result.limits.longest == 64
     result.events = queue.Queue()
     result.start(lambda batch: [result.events.put(e) for e in batch])
     try:
-        prompts = [(5, 6, 7), (8, 9, 10, 11), (12,)]
+        texts = [(5, 6, 7), (8, 9, 10, 11), (12,)]
         expected = [
-            model.generate(torch.tensor([p]), max_new_tokens=20, do_sample=False)[0, len(p) :].tolist() for p in prompts
+            undescribed.generate(torch.tensor([p]), max_new_tokens=20, do_sample=False)[0, len(p) :].tolist() for p in texts
         ]
         draws = [Draw(), Draw(logprobs=2), Draw(temperature=1.0, top_k=1)]  # three ways to the likeliest token
-        numbers = [result.submit(Request(p, 20, frozenset([2]), d)) for p, d in zip(prompts, draws, strict=True)]
+        numbers = [result.submit(Request(p, 20, frozenset([2]), d)) for p, d in zip(texts, draws, strict=True)]
         assert [tokens(e) for e in follow(result, *numbers)] == expected
     finally:
         result.stop(0)
