@@ -4,10 +4,12 @@
 
 The prompts are those of drafts.py whose answers copy (edits, summaries, code). With drafts and without, the same requests are
 computed in blocks of `--users`. `processor` is milliseconds of processor time per token, of this process and of the one that
-computes masks; `parted` counts texts that differ, since passes of more rows may round otherwise.
+computes masks; `parted` counts texts that differ, since passes of more rows may round otherwise, and `gap` is the largest
+difference of log-probabilities in the others. Thoughts that a budget ends are those of a chat template with `<think>`.
 """
 
 import argparse
+import copy
 import json
 import queue
 import time
@@ -23,6 +25,7 @@ from pages import results_of
 
 from lowq_cli.engine.open_model import ready
 from lowq_cli.serving.engines import engine_of
+from lowq_cli.serving.http.rules import Rules
 from lowq_cli.serving.mask_process import MaskProcess
 from lowq_cli.serving.request import Draw, Mask, Request
 
@@ -36,21 +39,26 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "presence_penalty 0.5": {"presence_penalty": 0.5},
     "logit_bias of 10 tokens": {"logit_bias": dict.fromkeys(range(500, 510), -2.0)},
     "a grammar of any text": {},
+    "logprobs 0": {"logprobs": 0},
+    "logprobs 20": {"logprobs": 20},
+    "a budget of 64 tokens of thoughts": {},
 }
+BUDGET = 64
+Answer = list[tuple[int, float | None, tuple[tuple[int, float], ...]]]  # token, log-probability, those of the likeliest
 
 
-def answers(engine: Any, events: Any, requests: list[Request], users: int) -> list[list[int]]:
-    """The tokens of each request, computed in blocks."""
-    made: list[list[int]] = []
+def answers(engine: Any, events: Any, requests: list[Request], users: int) -> list[Answer]:
+    """The answer to each request, computed in blocks."""
+    made: list[Answer] = []
     for first in range(0, len(requests), users):
         numbers = [engine.submit(request) for request in requests[first : first + users]]
-        tokens: dict[int, list[int]] = {n: [] for n in numbers}
+        tokens: dict[int, Answer] = {n: [] for n in numbers}
         left = set(numbers)
         while left:
             for number, event in events.get(timeout=300):
                 if event.message:
                     raise RuntimeError(event.message)
-                tokens[number].append(event.token)
+                tokens[number].append((event.token, event.logprob, event.top))
                 left -= {number} if event.finish_reason else set()
         made += [tokens[n] for n in numbers]
     return made
@@ -78,8 +86,17 @@ def turns(
             tokens = sum(map(len, texts[-1]))
             row[draft] = {"processor": round(1e3 * spent / tokens, 4), "tokens": tokens, "passes": stats.steps - before.steps}
             row[draft] |= {"drafted": stats.drafted - before.drafted, "accepted": stats.accepted - before.accepted}
-        row["parted"] = sum(a != b for a, b in zip(*texts, strict=True))
+        gaps = [gap(a, b) for a, b in zip(*texts, strict=True)]
+        row |= {"parted": gaps.count(None), "gap": max((g for g in gaps if g is not None), default=0.0)}
         yield row
+
+
+def gap(a: Answer, b: Answer) -> float | None:
+    """The largest difference of two answers' log-probabilities; None if their tokens differ."""
+    if [(t, [i for i, _ in top]) for t, _, top in a] != [(t, [i for i, _ in top]) for t, _, top in b]:
+        return None
+    values = [[v for _, own, top in one for v in (own, *(v for _, v in top)) if v is not None] for one in (a, b)]
+    return max((abs(x - y) for x, y in zip(*values, strict=True)), default=0.0)
 
 
 def main() -> None:
@@ -99,10 +116,14 @@ def main() -> None:
 
     def made(name: str) -> list[Request]:
         def mask() -> Mask | None:
+            if "thoughts" in name:
+                return Rules(thinking=BUDGET, inside=True).mask(thinks, masks.mask)
             return masks.mask(grammar) if "grammar" in name else None
 
         return [Request(tuple(ids), NEW, draw=Draw(**SETTINGS[name]), mask=mask()) for ids in copying[: args.requests]]
 
+    thinks = copy.copy(tokenizer)
+    thinks.chat_template = "<think></think>"
     from llguidance import LLMatcher
 
     grammar = LLMatcher.grammar_from_lark(ANY_TEXT)

@@ -57,9 +57,10 @@ def draft_settings() -> str:
     for r in read("cpu/draft_settings.json")["rows"]:
         none, ngram = r["none"], r["ngram"]
         times, each = f"{none['processor'] / ngram['processor']:.2f}", ngram["tokens"] / ngram["passes"]
-        texts = f"{none['tokens']:,}", f"{r['parted']}"
+        texts = f"{none['tokens']:,}", f"{r['parted']}", f"{r['gap']:g}" if "logprobs" in r["settings"] else ""
         found.append((r["settings"], f"{none['processor']:.1f}", f"{ngram['processor']:.1f}", times, f"{each:.2f}", *texts))
-    columns = ("settings", ">ms a token without", ">with n-grams", ">times", ">tokens a pass", ">tokens", ">texts that part")
+    ms = ("settings", ">ms a token without", ">with n-grams", ">times", ">tokens a pass")
+    columns = (*ms, ">tokens", ">texts that part", ">log-probabilities apart by")
     return table(columns, found)
 
 

@@ -17,6 +17,7 @@ class Reader:
         self.syntax, self.offered = syntax, offered
         self.source, self.out = Source(), Parts(offered)
         self.tags = syntax.tags(bool(offered.functions))
+        self.may_think = True  # whether thoughts may still come, or go on
         self._run = self._read(inside)
         next(self._run, None)
 
@@ -63,6 +64,7 @@ class Reader:
             if calls is not None:
                 yield from calls.read(source, out)
             else:
+                self.may_think = False
                 yield from source.until((), out.text)
             if not source.held and not source.ended:
                 yield

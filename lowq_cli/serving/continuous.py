@@ -33,7 +33,7 @@ from lowq_cli.serving.measurements import Measurements
 from lowq_cli.serving.pass_pipeline import PassPipeline
 from lowq_cli.serving.prompt_queries import PromptReader
 from lowq_cli.serving.request import Busy, Event, Limits, Request, Sink, Stats, check, check_unstarted, failed
-from lowq_cli.serving.sampler import Logs, Special
+from lowq_cli.serving.sampler import NO_LOGS, Logs, Special
 from lowq_cli.serving.scheduler import Scheduler, StepPlan
 from lowq_cli.serving.sequence import Sequence
 from lowq_cli.serving.token_budget import PREFER
@@ -398,13 +398,14 @@ class ContinuousEngine:
         """Read passes until at most `most` are in flight; `_turn` sends the events of their tokens."""
         for drawn_tokens, logs in self.pipeline.land(most):
             for text, drawn in drawn_tokens:
-                for token in drawn:
-                    if not text.done and (event := self._event(text, token, logs)) is not None:
+                of_text = logs.get(text.number) or [NO_LOGS] * len(drawn)
+                for token, log in zip(drawn, of_text, strict=False):
+                    if not text.done and (event := self._event(text, token, log)) is not None:
                         self._events.append((text.number, event))
                 if not text.done and self._feeds and not text.behind:
                     text.feed()
 
-    def _event(self, text: Sequence, token: int, logs: dict[int, Logs]) -> Event | None:
+    def _event(self, text: Sequence, token: int, log: Logs) -> Event | None:
         """Add a token to its sequence and return its event; None where the token was already sent before a preemption."""
         again = text.repeated is not None
         if text.request.mask is not None and not text.failed and not again:
@@ -419,8 +420,7 @@ class ContinuousEngine:
         if again:
             return None
         self._new_tokens += 1
-        logprob, top = logs.get(text.number, (None, ())) if logs else (None, ())
-        cached, text.started = (0 if text.started else text.cached), True
+        (logprob, top), cached, text.started = log, (0 if text.started else text.cached), True
         if not finish:
             return Event(token, logprob, top, cached=cached)
         if self.drafts is not None:

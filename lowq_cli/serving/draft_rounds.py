@@ -242,10 +242,10 @@ class DraftRounds:
         firsts = np.cumsum([0, *(len(t.tokens) for t in texts)]).tolist()
         places = list(zip(firsts, plan.steps, strict=False))
         each = zip(range(len(texts)), firsts, texts, plan.steps, strict=False)
-        if drawn_again := [place for place in each if place[-1].request.special and not place[-1].request.undrafted]:
-            draw_special(self.runner, self.special, result, logits, drawn_again)
+        drawn_again = [place for place in each if place[-1].request.special and not place[-1].request.undrafted]
+        logs = draw_special(self.runner, self.special, result, logits, drawn_again) if drawn_again else []
         special = [(i, t) for i, t in places if t.request.undrafted]
-        logs = self.special.draw(logits, special) if special else []
+        logs += self.special.draw(logits, special) if special else []
         flight.rows = [len(t.tokens) for t in texts]
         newest, size = torch.cat((result, self.rows.token)), (0, firsts[-1], adapted)
         flight.launched(places, newest, logs, drawable(logits) if looks else None, size)

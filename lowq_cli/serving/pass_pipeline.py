@@ -124,9 +124,9 @@ class PassPipeline:
             self.drafts.guess_after(flight, plan, pieces, steps, before, K)
         return flight
 
-    def land(self, most: int) -> Iterator[tuple[list[tuple[Sequence, list[int]]], dict[int, Logs]]]:
+    def land(self, most: int) -> Iterator[tuple[list[tuple[Sequence, list[int]]], dict[int, list[Logs]]]]:
         """Read passes until at most `most` are in flight; yield the sequences of each with their new tokens, and by sequence
-        number the log-probabilities of these."""
+        number the log-probabilities of each of these."""
         while len(self.flights) > most:
             flight = self.flights.popleft()
             behind = flight.over()  # if so, the next pass began at an unknown time

@@ -151,8 +151,8 @@ class Request:
 
     @cached_property
     def undrafted(self) -> bool:
-        """Whether it takes no drafts: it asks for log-probabilities, or its mask does not know what may follow a draft."""
-        return self.draw.logprobs is not None or (self.mask is not None and not self.mask.takes_drafts)
+        """Whether it takes no drafts: its mask does not know what may follow one."""
+        return self.mask is not None and not self.mask.takes_drafts
 
 
 def check(request: Request, longest: int, vocabulary: int, adapters: int = 0) -> None:

@@ -5,7 +5,6 @@ sampler_reference.py; here a few rows are computed together, without waiting for
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +18,9 @@ from lowq_packers.errors import device_lost
 
 BITS = 32  # bits per word of a mask
 Drafts = list[int] | tuple[()]  # of a sequence, the draft tokens after its newest token
-Logs = tuple[float, tuple[tuple[int, float], ...]]  # log-probability of the token; (id, log-probability) of the likeliest ones
+# log-probability of the token, None where it was not asked for; (id, log-probability) of the likeliest ones
+Logs = tuple[float | None, tuple[tuple[int, float], ...]]
+NO_LOGS: Logs = None, ()
 
 
 def restrict_rows(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
@@ -130,14 +131,22 @@ class Special:
         at, row = index[0], index[1]
         raw = logits.index_select(0, at).float()
         scores, _ = self.scores(raw, texts, row, [()] * len(texts))
-        asking = [t for t, d in zip(texts, draws, strict=True) if d.logprobs is not None]
-        logs = raw.log_softmax(-1) if asking else raw
-        best = logs.topk(min(MOST_LOGPROBS, self.V)) if asking else None
-        r = self.rows
+        logs, r = self.log_probs(raw, texts), self.rows
         self.choose_rows(scores.contiguous(), row.to(torch.int32), r.token, r.pos, r.seed, r.temperature)
         token = r.token.index_select(0, row)
         self.count(draws, row, token, torch.ones_like(token))
-        return [LogProbs(asking, texts, logs.gather(1, token[:, None]), best)] if asking else []
+        for one in logs:
+            one.drew(token)
+        return logs
+
+    def log_probs(self, raw: torch.Tensor, texts: list[Sequence]) -> "list[LogProbs]":
+        """Return the log-probabilities by logits `raw` (n, V) fp32 in the rows of sequences that ask for them; [] if none
+        does. texts: the sequence of each row."""
+        asking = [i for i, t in enumerate(texts) if t.request.draw.logprobs is not None]
+        if len(asking) == len(texts):
+            return [LogProbs(raw, texts, None)]
+        at = upload(np.array(asking, np.int64), self.device) if asking else None
+        return [] if at is None else [LogProbs(raw.index_select(0, at), [texts[i] for i in asking], at)]
 
     def scores(
         self, raw: torch.Tensor, texts: list[Sequence], row: torch.Tensor, drafts: list[Drafts]
@@ -230,20 +239,30 @@ def _before(drafts: list[Drafts]) -> list[tuple[int, int]]:
 
 
 class LogProbs:
-    """Log-probabilities of some sequences' newest tokens, being copied to the host."""
+    """Log-probabilities in some rows of a pass, of the likeliest tokens and of those sampled there, being copied to the host.
 
-    def __init__(self, asking: list[Sequence], texts: list[Sequence], chosen: torch.Tensor, best: Any) -> None:
-        self.texts, self.asking = texts, set(map(id, asking))
-        self._parts = [fetch(t) for t in (chosen, best.values, best.indices)]
+    Args:
+        raw: logits (n, V) fp32. texts: the sequence of each row. at (n,): these rows among those that are sampled; None: all.
+    """
 
-    def read(self) -> dict[int, Logs]:
-        """Return number -> (log-probability of the token, likeliest tokens and theirs); call it once the pass has ended."""
-        chosen, values, indices = (p.tolist() for p in self._parts)
-        by_text = {}
-        for i, text in enumerate(self.texts):
-            if id(text) in self.asking:
-                n = text.request.draw.logprobs or 0
-                by_text[text.number] = chosen[i][0], tuple(zip(indices[i][:n], values[i][:n], strict=True))
+    def __init__(self, raw: torch.Tensor, texts: list[Sequence], at: torch.Tensor | None) -> None:
+        self.texts, self._at, self._logs = texts, at, raw.log_softmax(-1)
+        best = self._logs.topk(min(MOST_LOGPROBS, raw.shape[1]))
+        self._parts = [fetch(best.values), fetch(best.indices)]
+
+    def drew(self, token: torch.Tensor) -> None:
+        """Take the tokens that were sampled in all rows."""
+        token = token if self._at is None else token.index_select(0, self._at)
+        self._parts.append(fetch(self._logs.gather(1, token[:, None])))
+        del self._logs
+
+    def read(self) -> dict[int, list[Logs]]:
+        """Return number -> for each row of the sequence (log-probability of the token, likeliest tokens and theirs); call it
+        once the pass has ended."""
+        by_text = dict[int, list[Logs]]()
+        for text, values, indices, (chosen,) in zip(self.texts, *(p.tolist() for p in self._parts), strict=True):
+            n = text.request.draw.logprobs or 0
+            by_text.setdefault(text.number, []).append((chosen, tuple(zip(indices[:n], values[:n], strict=True))))
         return by_text
 
 

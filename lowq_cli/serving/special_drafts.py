@@ -9,7 +9,7 @@ import torch
 from lowq_cli.engine.batch import upload
 from lowq_cli.serving.draft_passes import Checked
 from lowq_cli.serving.model_runner import ModelRunner
-from lowq_cli.serving.sampler import Special
+from lowq_cli.serving.sampler import LogProbs, Special
 from lowq_cli.serving.sequence import Sequence
 from lowq_packers.errors import device_lost
 
@@ -19,24 +19,26 @@ NO_TOKEN = -1  # a draft that no token equals, so that it counts as wrong
 
 def draw_special(
     runner: ModelRunner, special: Special, result: torch.Tensor, logits: torch.Tensor, places: list[Place]
-) -> None:
+) -> list[LogProbs]:
     """Draw after each row of these sequences, as plain passes would; write the tokens and the numbers of right drafts into
-    `result`, which `DraftPasses.run` returned together with `logits`.
+    `result`, which `DraftPasses.run` returned together with `logits`. Return the log-probabilities that they ask for.
 
     If that fails, each sequence is drawn alone, and one that fails again has `failed` set while the others go on.
     """
     try:
-        _draw(runner, special, result, logits, places)
+        return _draw(runner, special, result, logits, places)
     except Exception as e:  # no memory for all at once, or for this sequence
         if device_lost(e):
             raise  # no sequence can go on
-        for place in places if len(places) > 1 else ():
-            draw_special(runner, special, result, logits, [place])
-        if len(places) == 1:
-            places[0][-1].failed = e
+        if len(places) > 1:
+            return [logs for place in places for logs in draw_special(runner, special, result, logits, [place])]
+        places[0][-1].failed = e
+        return []
 
 
-def _draw(runner: ModelRunner, special: Special, result: torch.Tensor, logits: torch.Tensor, places: list[Place]) -> None:
+def _draw(
+    runner: ModelRunner, special: Special, result: torch.Tensor, logits: torch.Tensor, places: list[Place]
+) -> list[LogProbs]:
     """Draw, and move the sequences on only after everything that can fail: the call may be repeated."""
     r, (numbers, starts, checked, texts) = runner.rows, zip(*places, strict=True)
     n, state_row = np.array([len(c.tokens) for c in checked]), [c.state_row for c in checked]
@@ -44,7 +46,9 @@ def _draw(runner: ModelRunner, special: Special, result: torch.Tensor, logits: t
     after = np.arange(n.sum()) - np.repeat(first, n)
     of_rows = [after + np.repeat(starts, n), np.repeat(state_row, n), after, np.repeat(np.arange(len(n)), n)]
     at, row, after_newest, text_of_row = upload(np.array(of_rows), r.device)
-    scores, most = special.scores(logits.index_select(0, at).float(), list(texts), row, [list(c.tokens[1:]) for c in checked])
+    raw = logits.index_select(0, at).float()
+    scores, most = special.scores(raw, list(texts), row, [list(c.tokens[1:]) for c in checked])
+    logs = special.log_probs(raw, [t for t, count in zip(texts, n, strict=True) for _ in range(count)])
     ids = [t if i <= taken else NO_TOKEN for c, taken in zip(checked, most, strict=True) for i, t in enumerate(c.tokens)]
     of_texts = [first, n, state_row, np.add(numbers, len(result) // 2)]
     firsts, counts, rows, outputs = upload(np.array(of_texts), r.device)
@@ -52,7 +56,10 @@ def _draw(runner: ModelRunner, special: Special, result: torch.Tensor, logits: t
     each, pos = torch.arange(len(at), dtype=torch.int32, device=r.device), r.pos.index_select(0, row) + after_newest.int()
     seed, temperature = r.seed.index_select(0, row), r.temperature.index_select(0, row)
     runner.ops.choose_rows(scores.contiguous(), each, drawn, pos, seed, temperature)
+    for one in logs:
+        one.drew(drawn)
     result.index_copy_(0, at, drawn)
     runner.ops.accept(drawn, upload(np.array(ids, np.int64), r.device), firsts, counts, rows, r.token, r.pos, accepted)
     special.count([t.request.draw for t in texts], row, drawn, after_newest <= accepted.index_select(0, text_of_row))
     result.index_copy_(0, outputs, accepted)
+    return logs

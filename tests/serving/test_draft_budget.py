@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from asking import Client, Free, alone, build, prompts
+from saying import byte_tokenizer
 
 from lowq_cli.engine.drafts.drafter import Guess
 from lowq_cli.engine.drafts.ngram import NGram
@@ -35,6 +36,7 @@ KINDS = {
 }  # fmt: skip
 
 
+THINKS = byte_tokenizer(special=("<think>", "</think>"), template="<think></think>")
 TEXTS = SimpleNamespace(decode=lambda ids, **_: "x" * len(ids))
 
 
@@ -230,7 +232,13 @@ OPTIONS = (
 )
 
 
-DRAFTED = 2  # place of the first option with which drafts are checked, too
+def logs(events):
+    """The log-probabilities of each token of an answer, and of the likeliest ones."""
+    return [(e.logprob, [i for i, _ in e.top], [v for _, v in e.top]) for e in events]
+
+
+def approximately(expected):
+    return [(pytest.approx(own, abs=1e-4), ids, pytest.approx(values, abs=1e-4)) for own, ids, values in expected]
 
 
 def test_penalties_and_grammars_hold_next_to_requests_with_drafts(model, client):
@@ -249,10 +257,10 @@ def test_penalties_and_grammars_hold_next_to_requests_with_drafts(model, client)
     assert c.tokens(*numbers) == list(wanted.values())
     for ours, theirs in zip(found, told, strict=False):
         assert [e.token for e in ours] == [e.token for e in theirs]
-        assert all(a.logprob == pytest.approx(b.logprob, abs=1e-4) for a, b in zip(ours, theirs, strict=True))
+        assert logs(ours) == approximately(logs(theirs))
     assert c.tokens(with_mask) == [mask.seen]
     assert len(mask.seen) == 40
-    assert [sum(events[-1].drafted) > 0 for events in found] == [False] * DRAFTED + [True] * (len(found) - DRAFTED)
+    assert all(sum(events[-1].drafted) > 0 for events in found)
     counted(c)
 
 
@@ -292,24 +300,68 @@ def combination(rng):
     some = {
         "repetition_penalty": rng.choice([0.7, 1.3, 2.0]), "presence_penalty": rng.uniform(-2, 2),
         "frequency_penalty": rng.uniform(-1, 2), "logit_bias": {rng.randrange(320): rng.uniform(-50, 20) for _ in range(9)},
-        "top_k": rng.randint(1, 40), "top_p": rng.uniform(0.5, 1), "min_p": rng.uniform(0, 0.2),
+        "top_k": rng.randint(1, 40), "top_p": rng.uniform(0.5, 1), "min_p": rng.uniform(0, 0.2), "logprobs": rng.randint(0, 5),
     }  # fmt: skip
     how = {name: value for name, value in some.items() if rng.random() < 0.5}
     how |= {"temperature": rng.choice([0.0, 0.7, 1.3]), "seed": rng.randrange(1 << 40)}
-    stop = frozenset(rng.sample(range(320), rng.choice([0, 0, 20])))
-    step, seed, least = rng.choice([0, 0, 3, 40]), rng.random(), rng.choice([0, 0, 9, 60])
+    stop = frozenset(rng.sample(range(320), rng.choice([0, 20])))
+    step, seed, least, thinking = (
+        rng.choice([0, 0, 3, 40]),
+        rng.random(),
+        rng.choice([0, 0, 9, 60]),
+        rng.choice([None, 1, 9, 30]),
+    )
+    step = 0 if thinking else step  # a form has room for the end of thoughts, and Sums does not
 
     def mask():
         inner = Sums(step, seed) if step else None
-        rules = Rules(least, form="a form" if step else "", ends=sorted(stop))
-        return rules.mask(None, lambda form: inner) if least else inner
+        rules = Rules(least, thinking, True, form="a form" if step else "", ends=sorted(stop))
+        return rules.mask(THINKS, lambda form: inner) if least or thinking else inner
 
     return how, stop, mask
 
 
+@pytest.mark.parametrize("special", [(), ("<think>", "</think>")], ids=["text", "tokens"])
+def test_a_budget_of_thoughts_allows_after_drafts_what_it_would_after_these_tokens(special):
+    """Drafts at random, among them marks of thoughts in one token or in several, characters in pieces, and the answer's end.
+
+    All drafts are taken where the budget is far, and those up to it otherwise.
+    """
+    tokenizer, rng, taken = byte_tokenizer(special=special, template="<think></think>"), random.Random(5), []
+    ids = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
+    pieces = [ids(text) for text in ("<think>", "</think>", "</think>\n\n", "<thi", "a", "bc\n", "\u25c1")]
+    pieces += [[ids("\u25c1")[0]], [tokenizer.eos_token_id]]
+    for _ in range(300):
+        thinking, least = rng.choice([0, 1, 2, 5, 12, 99]), rng.choice([0, 0, 6])
+        rules = Rules(least, thinking, rng.random() < 0.5, ends=[tokenizer.eos_token_id])
+        mask, text = rules.mask(tokenizer, None), []
+        for _ in range(12):
+            drafts = [token for _ in range(rng.randint(1, 5)) for token in rng.choice(pieces)][:15]
+            words = np.zeros((16, 9), np.int32)
+            n = mask.fill_drafts(words[: 1 + len(drafts)], drafts)
+            again = rules.mask(tokenizer, None)
+            for token in text:
+                again.accept(token)
+            for i in range(n + 1):
+                row = np.zeros(9, np.int32)
+                again.fill(row)
+                assert words[i].tolist() == row.tolist(), (thinking, text, drafts[:i])
+                again.accept(([*drafts, 0])[i])
+            taken.append((thinking, n, len(drafts)))
+            token = next(t for t in [*drafts[:1], *range(288)] if words[0][t // 32] >> t % 32 & 1)
+            text.append(token)
+            mask.accept(token)
+            if token == tokenizer.eos_token_id:
+                break
+    assert all(n == given for thinking, n, given in taken if thinking == 99)
+    assert {n for thinking, n, _ in taken if thinking == 12} >= {3, 10, 15}
+    assert any(n < given for _, n, given in taken)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_any_settings_together_are_answered_as_without_drafts(model, client, seed):
-    """Penalties, biases, restrictions, grammars, min_tokens and stop tokens in generated combinations, in the same passes."""
+    """Penalties, biases, restrictions, grammars, min_tokens, budgets of thoughts, stop tokens and log-probabilities, at random
+    and in the same passes."""
     rng = random.Random(seed)
     some = [combination(rng) for _ in range(12)]
     asked = prompts(*(20 + 7 * i for i in range(12)), seed=30 + seed)
@@ -319,13 +371,15 @@ def test_any_settings_together_are_answered_as_without_drafts(model, client, see
         return c.follow(*[c.engine.submit(request) for request in given])
 
     plain = Client(model, running=6)
-    told = [[(e.token, e.finish_reason) for e in events] for events in ask(plain)]
+    without = ask(plain)
+    told = [[(e.token, e.finish_reason) for e in events] for events in without]
     plain.engine.stop(0)
     assert {events[-1][1] for events in told} == {"stop", "length"}
     answers = ([token for token, _ in events] for events in told)
     c = client(dict(zip(map(tuple, asked), answers, strict=True)), seed, running=6)
     heard = ask(c)
     assert [[(e.token, e.finish_reason) for e in events] for events in heard] == told
+    assert list(map(logs, heard)) == [approximately(logs(events)) for events in without]
     assert sum(sum(events[-1].drafted) > 0 for events in heard) > 9
     counted(c)
 

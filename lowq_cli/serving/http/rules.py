@@ -57,18 +57,19 @@ class Following(Mask):
     def __init__(self, rules: Rules, tokenizer: LoadedTokenizer, inner: Mask | None) -> None:
         self.rules, self.ends, self.inner, self.recipe = rules, rules.ends, inner, rules.recipe
         self.made = self.thought = 0
-        self.takes_drafts = rules.thinking is None and (inner is None or inner.takes_drafts)
+        self.takes_drafts = inner is None or inner.takes_drafts
         self.next: list[int] = []  # forced next tokens, in order
         if rules.thinking is not None:
             syntax = syntax_of(tokenizer.template(rules.tools), tokenizer.added_tokens())
             self.reader = Reader(syntax, Offered(), rules.inside)
             self.text = Detokenizer(tokenizer, [], shown_tokens(tokenizer, self.reader.tags))
+            self.takes_drafts &= not syntax.channels  # these may open again whenever the budget is used up
             self.close: list[int] = tokenizer(syntax.end_of_thoughts, add_special_tokens=False)["input_ids"]
 
     def ask(self, drafts: Sequence[int] = ()) -> None:
         """Do what `Mask.ask` does."""
         if self.inner is not None and not self.next:
-            self.inner.ask(drafts)
+            self.inner.ask(self._certain(drafts))
 
     def fill(self, words: Words) -> None:
         """Write the allowed next tokens into `words`."""
@@ -83,6 +84,10 @@ class Following(Mask):
 
     def fill_drafts(self, words: Words, drafts: Sequence[int]) -> int:
         """Do what `Mask.fill_drafts` does."""
+        if self.next:
+            self.fill(words[0])
+            return 0
+        drafts = self._certain(drafts)
         taken = len(drafts)
         if self.inner is not None:
             taken = self.inner.fill_drafts(words, drafts)
@@ -91,6 +96,13 @@ class Following(Mask):
         for i in range(taken + 1):
             self._forbid_ends(words[i], self.made + i)
         return taken
+
+    def _certain(self, drafts: Sequence[int]) -> Sequence[int]:
+        """The drafts after which thoughts are certainly within their budget: each is a token of them at most, and whether it
+        is one shows only in the text."""
+        if self.rules.thinking is None or not self.reader.may_think:
+            return drafts
+        return drafts[: max(0, self.rules.thinking - self.thought - 1)]
 
     def _forbid_ends(self, words: Words, made: int) -> None:
         """Forbid the stop tokens after `made` tokens, if these are too few."""
