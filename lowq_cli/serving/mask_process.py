@@ -3,13 +3,18 @@
 The library takes a second and 100 MB to prepare a tokenizer of 150,000 tokens, and no other thread of its process can run
 Python meanwhile: in the engine's process all answers would stop. A server that is never asked for a form pays neither. A mask
 takes 0.01 to 0.3 ms. The masks of all sequences of a pass are one message and one answer; a GPU computes the logits meanwhile.
+
+A process that does not answer in time, such as a stopped one, is ended: its requests end with an error, and the next one that
+needs a mask starts another process.
 """
 
 import os
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
-from multiprocessing.connection import Connection
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 from weakref import finalize
@@ -24,6 +29,12 @@ from lowq_packers.errors import LowqError, UsageError, log_error, one_line
 from lowq_packers.regular import read_text
 
 ENDED = "the process that computes the masks of grammars has ended; ask again"
+HUNG = "the process that computes the masks of grammars gave no answer for {} s and was ended; ask again"
+STARTS_S = 60  # max. seconds of a start; with 150,000 tokens it took 10 on two cores with a load of 8
+MAKES_S = 20  # max. seconds for the mask at the start of an answer; a schema of 2,000 properties takes 0.1
+FILLS_S = 5  # max. seconds for the masks of a pass, for which the engine waits; 16 masks take 0.0007
+ROW_S = 0.04  # more of them for each row: twice the library's own limit
+TICK_S = 1.0  # they are counted in such steps, so that at most one of them passes while the machine is suspended
 
 
 class Asked(NamedTuple):
@@ -72,6 +83,13 @@ class MaskProcess:
             running.process.join()
 
 
+@dataclass(eq=False)
+class _Wait:
+    """A call that waits for the process, and the seconds that are left to it."""
+
+    left: float
+
+
 class _Running:
     """The process. `mask` is called by one thread at a time; the rest by the engine's thread."""
 
@@ -84,29 +102,39 @@ class _Running:
         self.process.start()
         makes.close()
         fills.close()
-        self._number, self.ended = 0, False
+        self._number, self.ended = 0, ""  # ended: why it answers no more
+        self._waits = list[_Wait]()
+        threading.Thread(target=_watch, args=(self.process, self._waits), name="lowq-masks-watched", daemon=True).start()
         self._dropped, self._asked = list[int](), list[Asked]()
         self._answers: dict[int, bytes | str] = {}
 
     def refusal(self) -> str:
         """Wait until the process is ready; return why the library refuses the tokenizer, or ""."""
-        return self._heard()
+        with self._within(STARTS_S):
+            return self._makes.recv()
 
     def mask(self, recipe: str) -> "RemoteMask":
         """Make a mask."""
         self._number += 1
-        with suppress(OSError):
+        with self._within(MAKES_S):
             self._makes.send((self._number, recipe))
-        if why := self._heard():
+            why = self._makes.recv()
+        if why:
             raise UsageError(why)
         return RemoteMask(self, self._number, recipe)
 
-    def _heard(self) -> str:
+    @contextmanager
+    def _within(self, seconds: float) -> Iterator[None]:
+        """Wait for the process at most this long. Raises LowqError if it has ended."""
+        call = _Wait(seconds)
+        self._waits.append(call)
         try:
-            return self._makes.recv()
+            yield
         except (EOFError, OSError):
-            self.ended = True
-            raise LowqError(ENDED) from None
+            self.ended = self.ended or (HUNG.format(round(seconds)) if call.left <= 0 else ENDED)
+            raise LowqError(self.ended) from None
+        finally:
+            self._waits.remove(call)
 
     def ask(self, mask: Asked) -> None:
         """Ask for a mask with the next message."""
@@ -118,12 +146,9 @@ class _Running:
         if number not in self._answers:
             asked, self._asked = self._asked, []
             dropped = [self._dropped.pop() for _ in range(len(self._dropped))]
-            try:
+            with self._within(FILLS_S + ROW_S * sum(1 + len(one.drafts) for one in asked)):
                 self._fills.send((asked, dropped))
                 self._answers.update(zip((one.number for one in asked), self._fills.recv(), strict=True))
-            except (EOFError, OSError):
-                self.ended = True
-                raise LowqError(ENDED) from None
         words = self._answers.pop(number)
         if isinstance(words, str):
             raise UsageError(words)
@@ -132,6 +157,15 @@ class _Running:
     def drop(self, number: int) -> None:
         """Let go of a mask; called by any thread."""
         self._dropped.append(number)
+
+
+def _watch(process: BaseProcess, waits: list[_Wait]) -> None:
+    """Kill the process where a call has waited for too long: the main function of a thread."""
+    while not wait([process.sentinel], TICK_S):
+        for call in list(waits):
+            call.left -= TICK_S
+            if call.left <= 0:
+                process.kill()
 
 
 class RemoteMask(Mask):

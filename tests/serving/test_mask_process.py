@@ -4,7 +4,9 @@ import gc
 import json
 import os
 import random
+import re
 import signal
+import threading
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from saying import byte_tokenizer
 from test_engine_process import Apart, gone
 
 from lowq_cli.engine.tokenizer_file import read_tokenizer
+from lowq_cli.serving import mask_process
 from lowq_cli.serving.http.grammar import SPACED, Grammars
 from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.mask_process import MaskProcess
@@ -174,6 +177,102 @@ def test_a_process_that_was_killed_ends_its_masks_and_the_next_request_gets_anot
     assert gone(pid)
     with pytest.raises(LowqError, match="stopping"):
         made.mask(grammar(PET))
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """A process that is given up after 1 s without an answer."""
+    for name in ("MAKES_S", "FILLS_S"):
+        monkeypatch.setattr(mask_process, name, 1)
+    monkeypatch.setattr(mask_process, "TICK_S", 0.1)
+    made = MaskProcess(byte_tokenizer(), [END], V)
+    yield made
+    made.stop()
+
+
+HANGS = r"^the process that computes the masks of grammars gave no answer for 1 s and was ended; ask again$"
+
+
+@pytest.mark.parametrize(
+    "recipe", [grammar(PET), lark('start: "' + "a" * 2_000_000 + '"\n')], ids=["small", "more than a pipe holds"]
+)
+def test_a_process_that_hangs_is_ended_and_the_next_request_gets_another(impatient, recipe):
+    masks = [impatient.mask(grammar(PET)) for _ in range(3)]
+    assert filled(masks[0], [])[0] == 0
+    process = impatient._running.process
+    os.kill(process.pid, signal.SIGSTOP)
+    with pytest.raises(LowqError, match=HANGS):  # while the first mask of an answer is made
+        impatient.mask(recipe)
+    assert gone_or_dead(process)
+    for mask in masks:
+        with pytest.raises(LowqError, match=HANGS):
+            filled(mask, [])
+    masks = [impatient.mask(grammar(PET)) for _ in range(3)]
+    process = impatient._running.process
+    os.kill(process.pid, signal.SIGSTOP)
+    for mask in masks:
+        mask.ask()
+    for mask in masks:  # while those of a pass are
+        with pytest.raises(LowqError, match=HANGS):
+            filled(mask, [])
+    assert gone_or_dead(process)
+    assert filled(impatient.mask(grammar(PET)), [])[0] == 0
+
+
+def gone_or_dead(process):
+    process.join(10)
+    return process.exitcode == -signal.SIGKILL
+
+
+def test_a_process_that_hangs_while_it_starts_is_ended(impatient, monkeypatch):
+    made = mask_process._Running
+
+    class Stopped(made):
+        def __init__(self, *given):
+            super().__init__(*given)
+            os.kill(self.process.pid, signal.SIGSTOP)
+
+    monkeypatch.setattr(mask_process, "STARTS_S", 1)
+    monkeypatch.setattr(mask_process, "_Running", Stopped)
+    with pytest.raises(LowqError, match=HANGS):
+        impatient.mask(grammar(PET))
+    monkeypatch.setattr(mask_process, "STARTS_S", 60)
+    monkeypatch.setattr(mask_process, "_Running", made)
+    assert filled(impatient.mask(grammar(PET)), [])[0] == 0
+
+
+def test_a_process_that_stops_for_less_goes_on(impatient, monkeypatch):
+    monkeypatch.setattr(mask_process, "FILLS_S", 30)
+    mask = impatient.mask(grammar(PET))
+    os.kill(impatient._running.process.pid, signal.SIGSTOP)
+    threading.Timer(0.5, os.kill, (impatient._running.process.pid, signal.SIGCONT)).start()
+    assert filled(mask, [])[0] == 0
+    assert not impatient._running._waits
+
+
+@pytest.mark.parametrize("draft", ["none", "ngram"])
+def test_a_hanging_process_ends_the_answers_in_a_form_and_the_others_go_on(impatient, draft):
+    asked, recipe = prompts(5, 9, 4), lark("start: /[a-z]*/\n")
+    c = Client(build("llama"), draft=draft, running=4)
+    if draft == "ngram":
+        c.engine.drafts.costs = Free(c.engine.drafts.costs)
+    expected = c.tokens(c.ask(asked[2], 60))
+
+    def formed(prompt):
+        return c.engine.submit(Request(tuple(prompt), 200, mask=impatient.mask(recipe)))
+
+    forms = [formed(p) for p in asked[:2]]
+    while not all(n in c.heard for n in forms):
+        c.hear()
+    os.kill(impatient._running.process.pid, signal.SIGSTOP)
+    other = c.ask(asked[2], 60)
+    for events in c.follow(*forms):
+        assert len(events) > 1
+        assert (events[-1].finish_reason, events[-1].token) == ("error", None)
+        assert re.match(HANGS, events[-1].message)
+    assert c.tokens(other) == expected
+    assert c.follow(formed(asked[0]))[0][-1].finish_reason == "length"
+    c.engine.stop(0)
 
 
 def test_a_tokenizer_that_the_library_refuses_is_tried_once():
