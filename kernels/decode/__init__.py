@@ -138,7 +138,7 @@ def ops(device_type: str) -> Ops:
     choosing = (sample.choose, sample.choose_rows)
     operations = Ops(
         "triton", elementwise.add_norm, *attending, elementwise.gated, *choosing, route_by, fold=folding,
-        latent=Forms(latent.dispatched, latent_prompt.prompt, latent_prompt.packed),
+        latent=Forms(latent.dispatched, latent_prompt.prompt, latent_prompt.packed, latent_prompt.refuse),
     )  # type: ignore[arg-type]  # fmt: skip
     rows = {name: getattr(elementwise, name) for name in ("activated", "opened", "opened_by", "softcapped")}
     rows |= {name: getattr(norms_triton, name) for name in ("normed", "add", "update_norm", "update_norms", "beside")}

@@ -71,11 +71,15 @@ class LatentCall:
 
 @dataclass(frozen=True)
 class Forms:
-    """The forms of the operation: steps, prompts of a static cache, packed prompts of a paged one."""
+    """The forms of the operation: steps, prompts of a static cache, packed prompts of a paged one.
+
+    refuse: of a dtype, a cache and a layer's facts, why `packed` waits for the device, so that no graph can record it; or None.
+    """
 
     step: Callable[..., torch.Tensor]
     prompt: Callable[..., torch.Tensor]
     packed: Callable[..., torch.Tensor]
+    refuse: Callable[[torch.dtype, Cache, Latent], str | None]
 
 
 def step(
@@ -268,4 +272,4 @@ def by_definition(q: torch.Tensor, *operands: Any) -> torch.Tensor:
     return (step_fixed if q.is_cuda else step)(q, *operands[:-1])  # the last is the config
 
 
-DEFINITION = Forms(step, prompt, packed)
+DEFINITION = Forms(step, prompt, packed, lambda dtype, cache, f: "reads the lengths of texts on the host")

@@ -6,7 +6,10 @@
             (tokens, heads * v_dim), in the cache's dtype
     attend  (tiles of tokens, heads): a head's own keys and the turned one, which heads share; causal, online in base 2
 
-Limits  fp16, bf16 and fp32 over caches of the same; heads of up to 256 values; norms of one group
+Passes of the server of up to MOST_ROWS tokens have no shape that depends on the texts, so that a CUDA graph can record them:
+`up` makes keys and values of the pass's own tokens alone, and `attend` goes on from what `latent_past` gives of earlier ones.
+
+Limits  fp16, bf16 and fp32 over caches of the same; heads of up to 256 values; latents of up to 512; norms of one group
 Work    of a pair of tokens and a head nope + rotated + v_dim products, a third of the absorbed form's 2 rank + rotated; keys
         and values are made again for every piece of a prompt, which is as much work as rank (nope + v_dim) / (nope + rotated +
         v_dim) queries are, 400 of DeepSeek's
@@ -28,25 +31,26 @@ from lowq_kernels.decode.attend_triton import LOG2E
 from lowq_kernels.decode.kv import Cache
 from lowq_kernels.decode.kv_triton import padded
 from lowq_kernels.decode.latent import Latent
+from lowq_kernels.decode.latent_past import SMEM, past_of, tile_of
 from lowq_kernels.decode.prepare_triton import normed, pairs, statistics
 from lowq_kernels.decode.reference import Packed
-from lowq_kernels.decode.runs import Runs
+from lowq_kernels.decode.runs import CHUNK, Runs
 
+MOST_ROWS = 1024  # tokens of the largest pass that the server records for every model
 HEADS_AT_ONCE = 8
-SMEM = 128 << 10  # bytes of shared memory that tiles of 128 queries need
-MOST = 256  # max. values of each part of a head (unrotated, rotated, value)
+MOST, MOST_RANK = 256, 512  # max. values of each part of a head (unrotated, rotated, value), and of a latent
 SIZES = ["T", "start", "S", "n"]
 
 
 @triton.jit(do_not_specialize=SIZES[:3])
 def _place_kernel(
-    q_ptr, x_ptr, cache_ptr, rows_ptr, pos_ptr, table_ptr, cos_ptr, sin_ptr, weight_ptr, bias_ptr, out_ptr,
+    q_ptr, x_ptr, cache_ptr, rows_ptr, pos_ptr, table_ptr, cos_ptr, sin_ptr, weight_ptr, bias_ptr, out_ptr, new_ptr,
     T, start, S, eps, beta, period, offset,
     HEADS: tl.constexpr, NOPE: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, PAGE: tl.constexpr, NEIGHBOURS: tl.constexpr,
-    SCALED: tl.constexpr, LAYER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_NOPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_RANK: tl.constexpr,
+    SCALED: tl.constexpr, LAYER: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, NEW: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_NOPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_RANK: tl.constexpr,
 ):  # fmt: skip
-    """S: slots of a text's cache, or the width of the table."""
+    """S: slots of a text's cache, or the width of the table. NEW: the entries go to new (tokens, rank + rotated), too."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     offs_r = tl.arange(0, BLOCK_R)
     partner, first, angle = pairs(offs_r, R, NEIGHBOURS)
@@ -80,10 +84,15 @@ def _place_kernel(
         dtype = cache_ptr.dtype.element_ty
         x = tl.load(token + offs, mask=there, other=0.0).to(tl.float32)
         mean, inverse = statistics(x, there, RANK, eps, LAYER)
-        tl.store(slot + offs, normed(x, mean, inverse, weight_ptr, bias_ptr, offs, there, WEIGHT, BIAS).to(dtype), mask=there)
+        x = normed(x, mean, inverse, weight_ptr, bias_ptr, offs, there, WEIGHT, BIAS).to(dtype)
+        tl.store(slot + offs, x, mask=there)
         key = tl.load(token + RANK + offs_r, mask=mask_r, other=0.0).to(tl.float32)
         beside = tl.load(token + RANK + partner, mask=mask_r, other=0.0).to(tl.float32)
-        tl.store(slot + RANK + offs_r, (key * cos + beside * sin).to(dtype), mask=mask_r)
+        key = (key * cos + beside * sin).to(dtype)
+        tl.store(slot + RANK + offs_r, key, mask=mask_r)
+        if NEW:
+            tl.store(new_ptr + row * (RANK + R) + offs, x, mask=there)
+            tl.store(new_ptr + row * (RANK + R) + RANK + offs_r, key, mask=mask_r)
 
 
 @triton.jit
@@ -111,13 +120,21 @@ def _block(
 
 @triton.jit(do_not_specialize=SIZES)
 def _attend_kernel(
-    q_ptr, k_ptr, latents_ptr, v_ptr, tiles_ptr, y_ptr, T, start, S, n, scale,
+    q_ptr, k_ptr, latents_ptr, v_ptr, tiles_ptr, pos_ptr, past_ptr, weight_ptr, y_ptr, T, start, S, n, scale,
     HEADS: tl.constexpr, NOPE: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, V: tl.constexpr, TILES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_NOPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
+    PAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_NOPE: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Tiles: `Runs.spans`; without them texts of T tokens, whose keys and values are n each, latents S apart."""
+    """Tiles: `Runs.spans`; without them texts of T tokens, whose keys and values are n each, latents S apart. PAST: tiles are
+    `Runs.tiles`; keys, values and latents those of the pass's tokens, and `past` has attended to those before them."""
     number, h = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # tiles with the longest past first
-    if TILES:
+    if PAST:
+        first, last, text = tile_of(tiles_ptr, number, BLOCK_M, BLOCK_M)
+        if first >= last:
+            return
+        pos, base = first - text, text.to(tl.int64)
+        of_latents = base
+    elif TILES:
         tile = tiles_ptr + 4 * number
         first, last, pos, base = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3).to(tl.int64)
         of_latents = base
@@ -136,6 +153,11 @@ def _attend_kernel(
     keys = latents_ptr + of_latents * (RANK + R) + RANK
     acc, total = tl.zeros((BLOCK_M, BLOCK_V), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
     top, end = tl.full((BLOCK_M,), -1.0e30, tl.float32), pos + last - first
+    if PAST:
+        after, of_rows = tl.load(pos_ptr + text) > 0, (first + offs_m).to(tl.int64) * HEADS + h
+        acc = tl.load(past_ptr + of_rows[:, None] * V + offs_v, mask=here & (offs_v < V) & after, other=0.0)
+        top = tl.load(weight_ptr + of_rows, mask=(first + offs_m < last) & after, other=-1.0e30)
+        total += tl.where(after, 1.0, 0.0)
     whole = (pos + 1) // BLOCK_N * BLOCK_N  # slots before it every row sees
     for n0 in range(0, whole, BLOCK_N):
         acc, top, total = _block(
@@ -151,12 +173,14 @@ def _attend_kernel(
     tl.store(y, (acc / total[:, None]).to(y_ptr.dtype.element_ty), mask=here & (offs_v < V))
 
 
-def refuse(q: torch.Tensor, cache: Cache, f: Latent) -> str | None:
-    """Why the kernels do not take a prompt, or None."""
-    if not isinstance(cache, torch.Tensor) or cache.dtype != q.dtype:
+def refuse(dtype: torch.dtype, cache: Cache, f: Latent) -> str | None:
+    """Why the kernels do not take a prompt of this dtype, or None."""
+    if not isinstance(cache, torch.Tensor) or cache.dtype != dtype:
         return "takes caches of the model's dtype"
-    if max(f.nope, f.rotated, f.v_dim) > MOST or f.norm.groups != 1 or f.k_up.dtype != q.dtype:
-        return f"takes parts of heads of up to {MOST} values, norms of one group and weights of the model's dtype"
+    if max(f.nope, f.rotated, f.v_dim) > MOST or f.rank > MOST_RANK:
+        return f"takes parts of heads of up to {MOST} values and latents of up to {MOST_RANK}"
+    if f.norm.groups != 1 or f.k_up.dtype != dtype:
+        return "takes norms of one group and weights of the model's dtype"
     return None
 
 
@@ -164,11 +188,11 @@ def prompt(
     q: torch.Tensor, latent: torch.Tensor, cache: Cache, start: int, cos: torch.Tensor, sin: torch.Tensor, f: Latent
 ) -> torch.Tensor:
     """As `latent.prompt`."""
-    if refuse(q, cache, f):
+    if refuse(q.dtype, cache, f):
         return definition.prompt(q, latent, cache, start, cos, sin, f)
     assert isinstance(cache, torch.Tensor)
     (B, T), S, n = q.shape[:2], cache.shape[2], start + q.shape[1]
-    turned = _place(q.flatten(0, 1), latent.flatten(0, 1), cache, None, (T, start), cos, sin, f)
+    turned, _ = _place(q.flatten(0, 1), latent.flatten(0, 1), cache, None, (T, start), cos, sin, f)
     k, v = _up(cache[:, 0, :n, : f.rank], f)
     return _attend(turned, k, cache, v, None, (T, start, S, n), B, f).reshape(B, T, -1)
 
@@ -183,11 +207,15 @@ def packed(
     f: Latent,
     runs: Runs | None = None,
 ) -> torch.Tensor:
-    """As `latent.packed`; runs: the tokens by sequence, as the host knows them."""
-    if runs is None or not runs.each or refuse(q, cache, f):
+    """As `latent.packed`; runs: the tokens by sequence, as the host knows them, or as it has sent them to the device."""
+    if runs is None or not runs.some or refuse(q.dtype, cache, f):
         return definition.packed(q, latent, cache, p, cos, sin, f)
     assert isinstance(cache, torch.Tensor)
-    turned = _place(q, latent, cache, p, (1, 0), cos, sin, f)
+    if runs.given is not None and (not runs.each or q.shape[0] <= MOST_ROWS):
+        turned, new = _place(q, latent, cache, p, (1, 0), cos, sin, f, keep=True)
+        k, v = _up(new[:, : f.rank], f)
+        return _attend(turned, k, new, v, runs, (1, 0, 0, 0), 1, f, (p, *past_of(turned, cache, p, runs, f)))
+    turned, _ = _place(q, latent, cache, p, (1, 0), cos, sin, f)
     size = cache.shape[2]
     entries = torch.cat([_held(cache, p.table[run.row, : -(-run.length // size)], run.length) for run in runs.each])
     k, v = _up(entries[:, : f.rank], f)
@@ -206,35 +234,40 @@ def _up(latents: torch.Tensor, f: Latent) -> Sequence[torch.Tensor]:
 
 def _place(
     q: torch.Tensor, latent: torch.Tensor, cache: torch.Tensor, p: Packed | None, of_texts: tuple[int, int], cos: torch.Tensor,
-    sin: torch.Tensor, f: Latent,
-) -> torch.Tensor:  # fmt: skip
-    """The rotated queries; writes the cache entries."""
+    sin: torch.Tensor, f: Latent, keep: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The rotated queries; writes the cache entries. keep: returns these as well, (tokens, rank + rotated)."""
     q, latent, scale = q.contiguous(), latent.contiguous(), f.position_scale
     by = (0.0, 1.0, 0.0) if scale is None else (scale.beta, float(scale.period), float(scale.offset))
     tables = (None, None, None) if p is None else (p.rows, p.pos, p.table)
     S, page = (cache.shape[2], 0) if p is None else (p.table.shape[1], cache.shape[2])
     turned, parts = torch.empty_like(q), triton.cdiv(f.heads, HEADS_AT_ONCE)
+    new = torch.empty_like(latent) if keep else latent
     _place_kernel[(q.shape[0], parts + 1)](
-        q, latent, cache, *tables, cos, sin, f.norm.weight, f.norm.bias, turned, *of_texts, S, f.norm.eps, *by,
+        q, latent, cache, *tables, cos, sin, f.norm.weight, f.norm.bias, turned, new, *of_texts, S, f.norm.eps, *by,
         HEADS=f.heads, NOPE=f.nope, R=f.rotated, RANK=f.rank, PAGE=page, NEIGHBOURS=f.pairing == "neighbours",
         SCALED=scale is not None, LAYER=f.norm.kind == "layer", WEIGHT=f.norm.weight is not None, BIAS=f.norm.bias is not None,
-        BLOCK_H=HEADS_AT_ONCE, BLOCK_NOPE=padded(f.nope), BLOCK_R=padded(f.rotated), BLOCK_RANK=padded(f.rank), num_warps=4,
+        NEW=keep, BLOCK_H=HEADS_AT_ONCE, BLOCK_NOPE=padded(f.nope), BLOCK_R=padded(f.rotated), BLOCK_RANK=padded(f.rank),
+        num_warps=4,
     )  # fmt: skip
-    return turned
+    return turned, new
 
 
 def _attend(
     q: torch.Tensor, k: torch.Tensor, latents: torch.Tensor, v: torch.Tensor, runs: Runs | None,
-    sizes: tuple[int, int, int, int], texts: int, f: Latent,
+    sizes: tuple[int, int, int, int], texts: int, f: Latent, after: tuple[Packed, torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:  # fmt: skip
+    """after: the tokens of a pass, and what `past_of` gives."""
     wide = max(padded(f.nope), padded(f.v_dim)) > 128 or q.dtype == torch.float32
     BLOCK_M, BLOCK_N = (64, 32) if wide or gpu.here(q.device.index).smem_block < SMEM else (128, 64)
-    tiles = None if runs is None else runs.spans(BLOCK_M)
+    BLOCK_M, warps = (BLOCK_M, 8) if after is None else (CHUNK, 8 if BLOCK_N < 64 else 4)
+    tiles = None if runs is None else runs.tiles if after is not None else runs.spans(BLOCK_M)
+    pos, past, weight = (None, None, None) if after is None else (after[0].pos, *after[1:])
     new = torch.empty if runs is None or runs.whole else torch.zeros
     y = new(q.shape[0], f.heads * f.v_dim, dtype=q.dtype, device=q.device)
     _attend_kernel[(texts * triton.cdiv(sizes[0], BLOCK_M) if tiles is None else tiles.shape[0], f.heads)](
-        q, k, latents, v, tiles, y, *sizes, f.scale * LOG2E, HEADS=f.heads, NOPE=f.nope, R=f.rotated, RANK=f.rank,
-        V=f.v_dim, TILES=tiles is not None, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_NOPE=padded(f.nope),
-        BLOCK_R=padded(f.rotated), BLOCK_V=padded(f.v_dim), num_warps=8, num_stages=2,
+        q, k, latents, v, tiles, pos, past, weight, y, *sizes, f.scale * LOG2E, HEADS=f.heads, NOPE=f.nope, R=f.rotated,
+        RANK=f.rank, V=f.v_dim, TILES=tiles is not None, PAST=after is not None, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+        BLOCK_NOPE=padded(f.nope), BLOCK_R=padded(f.rotated), BLOCK_V=padded(f.v_dim), num_warps=warps, num_stages=2,
     )  # fmt: skip
     return y

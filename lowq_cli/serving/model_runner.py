@@ -20,6 +20,7 @@ import torch
 
 from lowq_cli.engine.batch import Batch, KeyValues, States, refill, upload
 from lowq_cli.engine.graph import Captured, capture
+from lowq_cli.engine.mixer_steps import AttendLatent
 from lowq_cli.engine.pictures import PassImages, Shown, in_pass
 from lowq_cli.engine.plan import Plan
 from lowq_cli.engine.state import BLOCK
@@ -57,11 +58,13 @@ class ModelRunner:
         # for the longest possible sequence (plus a block, `paged`), as vLLM does: rotary angles depend on no other sequence
         self.angles = plan.angles(slots, self.device, slots - BLOCK)
         self.recurrent = [one for one in state if isinstance(one, States)]
-        # the host groups a mixture's experts where no kernel does and tokens are many, and it gathers latents: neither can be
-        # recorded
-        latents = any(isinstance(one, KeyValues) and one.v is None for one in state)
-        self.by_text = latents or bool(self.recurrent)
-        most_recorded = 0 if latents else min(RECORDED, FEW_TOKENS) if plan.grouped_by_host else RECORDED
+        # the host groups a mixture's experts where no kernel does and tokens are many, and gathers latents where no kernel
+        # reads them: neither can be recorded
+        latents = [step for step in plan.steps if isinstance(step, AttendLatent)]
+        self.by_text = bool(latents or self.recurrent)
+        held = [(one.k, step.facts) for step in latents if isinstance(one := state[step.index], KeyValues)]
+        gathered = any(self.ops.latent.refuse(plan.dtype, *one) for one in held)
+        most_recorded = 0 if gathered else min(RECORDED, FEW_TOKENS) if plan.grouped_by_host else RECORDED
         # whether passes are with adapters; with both kinds, the same kernels would not run whatever the other requests are
         kinds = (False, True) if plan.adapters is not None else (False,)
         kinds, padded = kinds[-1:] if fixed or plan.everywhere else kinds, self.device.type == "cuda" or fixed
@@ -103,7 +106,7 @@ class ModelRunner:
 
     def layout(self, b: int, M: int) -> ChunkLayout:
         """Return the layout of the prompt tokens in a pass of M rows, of which b step."""
-        return ChunkLayout(b, M - b, self.plan.tile, self.rows.null_row, self.sizes.padded, bool(self.recurrent))
+        return ChunkLayout(b, M - b, self.plan.tile, self.rows.null_row, self.sizes.padded, self.by_text)
 
     def _with_pictures(
         self, b: int, M: int, pieces: Sequence[Piece], drawn: np.ndarray | None, adapted: bool
@@ -282,7 +285,9 @@ class ModelRunner:
         most = {M: b for b, M, _ in keys if b != M}
         counters.reserve(len(keys) * COUNTERS, self.device)
         for i, (b, M, adapted) in enumerate(keys):
-            if not self._record(b, M, adapted, first=adapted and M <= STEPS):
+            # larger passes, which were timed, gather latents by other kernels than recorded ones
+            first = (adapted and M <= STEPS) or (self.by_text and b != M == self.sizes.totals[0])
+            if not self._record(b, M, adapted, first):
                 return
             if b in (M, most.get(M)):
                 self.measure(b, M, adapted)

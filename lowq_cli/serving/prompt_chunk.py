@@ -47,8 +47,8 @@ def most_ends(C: int) -> int:
 class ChunkLayout:
     """The array of a pass with C prompt tokens after b rows that step: states, ids, pos, rows, tiles, take, target, as int32.
 
-    tile: max. tokens per tile. null: the null row. padded: whether the array has one length for any pieces. recurrent: whether
-    layers read states.
+    tile: max. tokens per tile. null: the null row. padded: whether the array has one length for any pieces. by_text:
+    whether layers read the tokens by sequence: recurrent ones, and attention over latents.
     """
 
     b: int
@@ -56,12 +56,12 @@ class ChunkLayout:
     tile: int
     null: int
     padded: bool
-    recurrent: bool
+    by_text: bool
 
     @property
     def states(self) -> tuple[int, int]:
-        """The max. runs, and tiles of runs, of a padded pass with recurrent layers."""
-        return (most_ends(self.C), -(-self.C // CHUNK) + most_ends(self.C)) if self.padded and self.recurrent else (0, 0)
+        """The max. runs, and tiles of runs, of a padded pass with such layers."""
+        return (most_ends(self.C), -(-self.C // CHUNK) + most_ends(self.C)) if self.padded and self.by_text else (0, 0)
 
     def pack(
         self, pieces: Sequence[Piece] = (), drawn: np.ndarray | None = None, runs: Sequence[Run] = ()

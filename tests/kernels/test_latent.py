@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from latents import truth
 from transformers import DeepseekV2Config, DeepseekV3Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Attention
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
@@ -41,36 +42,6 @@ def tables(f):
 
 def operands(f, *rows):
     return torch.randn(*rows, f.heads * (f.nope + f.rotated)), torch.randn(*rows, f.rank + f.rotated)
-
-
-def rotated(x, cos, sin, pairing):
-    """One vector, pair by pair."""
-    y, half = x.clone(), len(x) // 2
-    for i in range(half):
-        a, b = (i, i + half) if pairing == "halves" else (2 * i, 2 * i + 1)
-        y[a], y[b] = x[a] * cos[i] - x[b] * sin[i], x[b] * cos[i] + x[a] * sin[i]
-    return y
-
-
-def truth(q, rows, start, turned, f):
-    """Not absorbed, a loop in fp64: q and rows (n, ...) of a whole text -> y of the tokens from `start` on."""
-    cos, sin = (t.double() for t in turned)
-    q, rows = q.double().unflatten(1, (f.heads, -1)), rows.double()
-    held = []
-    for t, row in enumerate(rows):
-        c = row[: f.rank]
-        c = c / (c.square().mean() + f.norm.eps).sqrt() * f.norm.weight.double()
-        held.append((c, rotated(row[f.rank :], cos[t], sin[t], f.pairing)))
-    ys = []
-    for t in range(start, len(q)):
-        scale = f.position_scale
-        by = 1 + scale.beta * torch.log(torch.tensor(1.0 + (t + scale.offset) // scale.period)) if scale else 1
-        for h in range(f.heads):
-            own = torch.cat((q[t, h, : f.nope], rotated(q[t, h, f.nope :], cos[t], sin[t], f.pairing))) * by
-            keys = torch.stack([torch.cat((f.k_up[h].double() @ c, k)) for c, k in held[: t + 1]])
-            values = torch.stack([f.v_up[h].double() @ c for c, _ in held[: t + 1]])
-            ys.append((f.scale * keys @ own).softmax(0) @ values)
-    return torch.stack(ys).reshape(len(q) - start, -1)
 
 
 def blocks(rows, spare=3):

@@ -1,12 +1,16 @@
 """Recording of passes at the start and later: which sizes, in which memory, and what a recording that fails leaves."""
 
+from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from asking import Replayed, build
+from asking import Client, Replayed, alone, build, prompts
 
+from lowq_cli.engine.plan import plan_of
 from lowq_cli.serving.continuous import ContinuousEngine
+from lowq_kernels.decode import latent as definition
 
 NOT_RECORDED = "operation not permitted when stream is capturing"
 
@@ -85,3 +89,38 @@ def test_logits_of_a_recording_are_its_own_or_in_the_memory_that_is_given(passes
     passes.capture = capturing(passes, [RuntimeError(NOT_RECORDED)], [])
     with pytest.raises(RuntimeError, match="capturing"), torch.inference_mode():
         passes.graph_of(step, None)
+
+
+LATENT = {"q_lora_rank": None, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+
+
+@pytest.mark.parametrize("steps", [False, True], ids=["alone", "beside steps"])
+def test_passes_with_prompts_over_latents_are_recorded(steps):
+    """By the kernels of a GPU, in Triton's interpreter: prompts in pieces, of one pass and after a prefix that is reused, give
+    the tokens of each text alone, by a decoder in torch."""
+    latent_prompt = pytest.importorskip("lowq_kernels.decode.latent_prompt")
+    model = build("deepseek_v2", **LATENT, first_k_dense_replace=2, n_routed_experts=4, n_group=1, topk_group=1)
+    long, short, other = prompts(75, 20, 9)
+    asked = [long, [*long[:70], *other], short, other]
+    expected = [alone(model, ids, 6) for ids in asked]
+    plan = plan_of(model)
+    assert ContinuousEngine(model, 4, running=4).passes.sizes.most_recorded == 0  # torch's form reads lengths on the host
+    latent = replace(plan.ops.latent, packed=latent_prompt.packed, refuse=latent_prompt.refuse)
+    plan.ops = replace(plan.ops, latent=latent)
+    engine = ContinuousEngine(model, 4, running=4)
+    passes, gathered = engine.passes, Mock(side_effect=AssertionError("latents are gathered"))
+    assert passes.sizes.most_recorded == 1024
+    passes.sizes.padded, passes.sizes.totals = True, (32, 64)
+    passes.token_budget.totals, passes.capture = (32, 64), capturing(passes, [], [])
+    with torch.inference_mode(), patch.multiple(latent_prompt, _held=gathered), patch.object(definition, "packed", gathered):
+        passes.record()
+        assert {M for b, M, _ in passes.captured if b < M} == {32, 64}
+        client = Client(model, engine=lambda *_, **__: engine)
+        if steps:
+            assert client.tokens(*[client.ask(ids, 6) for ids in asked]) == expected
+        else:
+            assert [client.tokens(client.ask(ids, 6))[0] for ids in asked] == expected
+            assert engine.stats().prefix_hits >= 64
+    mixed = [one.count for (b, M, _), (one, _) in passes.captured.items() if b < M]
+    assert sum(mixed) > 3
+    engine.stop(1)

@@ -1,0 +1,99 @@
+"""Latent attention of a pass's tokens over those before it, as a CUDA graph records it: lengths and tables are on the device.
+
+    past    (tiles of tokens, heads): the absorbed form over the paged latents, from a query's product with k_up to that of its
+            sum with v_up, online in base 2. Tiles of texts without earlier tokens end at once
+
+Limits  those of `latent_prompt`, which goes on from here with the pass's own tokens
+Work    of a pair of tokens and a head 2 rank + rotated products, 3.4 times those with keys and values made (DeepSeek's sizes):
+        as much work as making them at passes of 400 tokens of a text
+Source  own; absorbed as in DeepSeek-V2 (arXiv:2405.04434)
+"""
+
+# mypy: allow-untyped-defs
+# (the arguments of a Triton kernel are pointers and blocks, which Python's types do not name)
+
+import torch
+import triton
+import triton.language as tl
+
+from lowq_kernels import gpu
+from lowq_kernels.decode.attend_triton import LOG2E
+from lowq_kernels.decode.kv_triton import padded
+from lowq_kernels.decode.latent import Latent
+from lowq_kernels.decode.latent_triton import _rows, _tile
+from lowq_kernels.decode.reference import Packed
+from lowq_kernels.decode.runs import CHUNK, Runs
+
+SMEM = 128 << 10  # bytes of shared memory that the larger tiles of latent attention need
+BLOCK_K = 32  # values of a head at once in products with k_up and v_up: 32 KB of shared memory at a rank of 512
+
+
+@triton.jit
+def tile_of(tiles_ptr, number, BLOCK_M: tl.constexpr, SIZE: tl.constexpr):
+    """First and end of up to BLOCK_M tokens of a tile of SIZE, and the first of its text in this pass (`Runs.tiles`)."""
+    tile, part = tiles_ptr + 4 * (number // (SIZE // BLOCK_M)), number % (SIZE // BLOCK_M) * BLOCK_M
+    first = tl.load(tile) + part
+    return first, tl.minimum(first + BLOCK_M, tl.load(tile + 1)), tl.load(tile + 2)
+
+
+@triton.jit(do_not_specialize=["S"])
+def _past_kernel(
+    q_ptr, cache_ptr, rows_ptr, pos_ptr, table_ptr, tiles_ptr, k_up_ptr, v_up_ptr, past_ptr, weight_ptr, S, scale,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+):  # fmt: skip
+    """Attention over the slots before a text's first token of this pass: past (tokens, HEADS, V), weight (tokens, HEADS): the
+    logarithm of the sum of exponentials; both fp32, in base 2. S: the width of the table."""
+    h = tl.program_id(1)
+    first, last, base = tile_of(tiles_ptr, tl.program_id(0), BLOCK_M, SIZE)
+    if first >= last:
+        return
+    n = tl.load(pos_ptr + base)
+    if n == 0:
+        return
+    offs_m, offs_k, offs_r = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_R)
+    dims, here = tl.arange(0, BLOCK_RANK), offs_m < last
+    of_head = offs_m.to(tl.int64) * HEADS + h
+    own = q_ptr + of_head[:, None] * (NOPE + R)
+    acc = tl.zeros((BLOCK_M, BLOCK_RANK), tl.float32)
+    for n0 in range(0, NOPE, BLOCK_K):
+        some = n0 + offs_k
+        q = tl.load(own + some[None, :], mask=here[:, None] & (some < NOPE)[None, :], other=0.0)
+        up = k_up_ptr + (h * NOPE + some)[:, None] * RANK + dims[None, :]
+        up = tl.load(up, mask=(some < NOPE)[:, None] & (dims < RANK)[None, :], other=0.0)
+        acc = tl.dot(q, up, acc, input_precision="ieee")
+    absorbed = acc.to(q_ptr.dtype.element_ty)
+    turned = tl.load(own + NOPE + offs_r[None, :], mask=here[:, None] & (offs_r < R)[None, :], other=0.0)
+    text = tl.load(rows_ptr + base).to(tl.int64)
+    acc, total = tl.zeros((BLOCK_M, BLOCK_RANK), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    for n0 in range(0, n, BLOCK_N):
+        slots = n0 + tl.arange(0, BLOCK_N)
+        there = slots < n
+        entries = _rows(cache_ptr, table_ptr, text, slots, there, S, PAGE, RANK + R)
+        held = tl.load(entries + dims[None, :], mask=there[:, None] & (dims < RANK)[None, :], other=0.0)
+        keys = tl.load(entries + RANK + offs_r[None, :], mask=there[:, None] & (offs_r < R)[None, :], other=0.0)
+        acc, top, total = _tile(acc, top, total, absorbed, turned, held, keys, there, scale)
+    y = (acc / total[:, None]).to(q_ptr.dtype.element_ty)
+    for v0 in range(0, V, BLOCK_K):
+        some = v0 + offs_k
+        up = v_up_ptr + (h * V + some)[None, :] * RANK + dims[:, None]
+        up = tl.load(up, mask=(some < V)[None, :] & (dims < RANK)[:, None], other=0.0)
+        part = tl.dot(y, up, input_precision="ieee")
+        tl.store(past_ptr + of_head[:, None] * V + some[None, :], part, mask=here[:, None] & (some < V)[None, :])
+    tl.store(weight_ptr + of_head, top + tl.log2(total), mask=here)
+
+
+def past_of(q: torch.Tensor, cache: torch.Tensor, p: Packed, runs: Runs, f: Latent) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of a pass's rotated queries over the tokens before it, and its weight, as the kernel leaves them."""
+    small = q.dtype == torch.float32 or gpu.here(q.device.index).smem_block < SMEM
+    BLOCK_M, stages = (16, 1) if small else (CHUNK, 2)
+    past = torch.empty(q.shape[0], f.heads * f.v_dim, dtype=torch.float32, device=q.device)
+    weight = torch.empty(q.shape[0], f.heads, dtype=torch.float32, device=q.device)
+    _past_kernel[(runs.tiles.shape[0] * (CHUNK // BLOCK_M), f.heads)](
+        q, cache, p.rows, p.pos, p.table, runs.tiles, f.k_up, f.v_up, past, weight, p.table.shape[1], f.scale * LOG2E,
+        HEADS=f.heads, NOPE=f.nope, R=f.rotated, RANK=f.rank, V=f.v_dim, PAGE=cache.shape[2], SIZE=CHUNK, BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_K, BLOCK_K=BLOCK_K, BLOCK_R=padded(f.rotated), BLOCK_RANK=padded(f.rank), num_warps=8, num_stages=stages,
+    )  # fmt: skip
+    return past, weight
