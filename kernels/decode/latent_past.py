@@ -1,7 +1,8 @@
 """Latent attention of a pass's tokens over those before it, as a CUDA graph records it: lengths and tables are on the device.
 
-    past    (tiles of tokens, heads): the absorbed form over the paged latents, from a query's product with k_up to that of its
-            sum with v_up, online in base 2. Tiles of texts without earlier tokens end at once
+    past    (tiles of tokens, heads, splits): the absorbed form over the paged latents, from a query's product with k_up to that
+            of its sum with v_up, online in base 2. Tiles of texts without earlier tokens end at once
+    merged  the sums of all splits of the earlier tokens, in their order
 
 Limits  those of `latent_prompt`, which goes on from here with the pass's own tokens
 Work    of a pair of tokens and a head 2 rank + rotated products, 3.4 times those with keys and values made (DeepSeek's sizes):
@@ -20,11 +21,13 @@ from lowq_kernels import gpu
 from lowq_kernels.decode.attend_triton import LOG2E
 from lowq_kernels.decode.kv_triton import padded
 from lowq_kernels.decode.latent import Latent
-from lowq_kernels.decode.latent_triton import _rows, _tile
+from lowq_kernels.decode.latent_triton import _chunk, _rows, _tile
 from lowq_kernels.decode.reference import Packed
 from lowq_kernels.decode.runs import CHUNK, Runs
 
 SMEM = 128 << 10  # bytes of shared memory that the larger tiles of latent attention need
+PROGRAMS = 256  # target number of programs: one to two per multiprocessor of an H200
+MOST_SPLITS = 8  # of the earlier tokens: each adds a product with v_up and a part of 512 bytes a token and head
 BLOCK_K = 32  # values of a head at once in products with k_up and v_up: 32 KB of shared memory at a rank of 512
 
 
@@ -40,18 +43,21 @@ def tile_of(tiles_ptr, number, BLOCK_M: tl.constexpr, SIZE: tl.constexpr):
 def _past_kernel(
     q_ptr, cache_ptr, rows_ptr, pos_ptr, table_ptr, tiles_ptr, k_up_ptr, v_up_ptr, past_ptr, weight_ptr, S, scale,
     HEADS: tl.constexpr, NOPE: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, V: tl.constexpr, PAGE: tl.constexpr,
-    SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_RANK: tl.constexpr,
+    SPLITS: tl.constexpr, SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_RANK: tl.constexpr,
 ):  # fmt: skip
-    """Attention over the slots before a text's first token of this pass: past (tokens, HEADS, V), weight (tokens, HEADS): the
-    logarithm of the sum of exponentials; both fp32, in base 2. S: the width of the table."""
-    h = tl.program_id(1)
+    """Attention over the slots before a text's first token of this pass: past (tokens, HEADS, SPLITS, V), weight (tokens,
+    HEADS, SPLITS): the logarithm of the sum of exponentials; both fp32, in base 2. S: the width of the table."""
+    h, split = tl.program_id(1), tl.program_id(2)
     first, last, base = tile_of(tiles_ptr, tl.program_id(0), BLOCK_M, SIZE)
     if first >= last:
         return
     n = tl.load(pos_ptr + base)
-    if n == 0:
+    chunk = _chunk(n, SPLITS, BLOCK_N)
+    begin = split * chunk
+    if begin >= n:
         return
+    end = tl.minimum(begin + chunk, n)
     offs_m, offs_k, offs_r = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_R)
     dims, here = tl.arange(0, BLOCK_RANK), offs_m < last
     of_head = offs_m.to(tl.int64) * HEADS + h
@@ -68,9 +74,9 @@ def _past_kernel(
     text = tl.load(rows_ptr + base).to(tl.int64)
     acc, total = tl.zeros((BLOCK_M, BLOCK_RANK), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    for n0 in range(0, n, BLOCK_N):
+    for n0 in range(begin, end, BLOCK_N):
         slots = n0 + tl.arange(0, BLOCK_N)
-        there = slots < n
+        there = slots < end
         entries = _rows(cache_ptr, table_ptr, text, slots, there, S, PAGE, RANK + R)
         held = tl.load(entries + dims[None, :], mask=there[:, None] & (dims < RANK)[None, :], other=0.0)
         keys = tl.load(entries + RANK + offs_r[None, :], mask=there[:, None] & (offs_r < R)[None, :], other=0.0)
@@ -81,19 +87,47 @@ def _past_kernel(
         up = v_up_ptr + (h * V + some)[None, :] * RANK + dims[:, None]
         up = tl.load(up, mask=(some < V)[None, :] & (dims < RANK)[:, None], other=0.0)
         part = tl.dot(y, up, input_precision="ieee")
-        tl.store(past_ptr + of_head[:, None] * V + some[None, :], part, mask=here[:, None] & (some < V)[None, :])
-    tl.store(weight_ptr + of_head, top + tl.log2(total), mask=here)
+        to = past_ptr + (of_head * SPLITS + split)[:, None] * V + some[None, :]
+        tl.store(to, part, mask=here[:, None] & (some < V)[None, :])
+    tl.store(weight_ptr + of_head * SPLITS + split, top + tl.log2(total), mask=here)
+
+
+@triton.jit
+def merged(
+    past_ptr, weight_ptr, n, of_rows, offs_v, here, V: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """What `past` left of n earlier tokens for rows (BLOCK_M, 1) of tokens and heads: (sum, highest score, its weight), from
+    which attention goes on. offs_v (1, BLOCK_V), here (BLOCK_M, 1)."""
+    acc, total = tl.zeros((BLOCK_M, BLOCK_V), tl.float32), tl.zeros((BLOCK_M, 1), tl.float32)
+    top = tl.full((BLOCK_M, 1), -1.0e30, tl.float32)
+    live = tl.cdiv(n, tl.maximum(_chunk(n, SPLITS, BLOCK_N), 1))
+    for split in range(live):
+        of_split = of_rows * SPLITS + split
+        part = tl.load(past_ptr + of_split * V + offs_v, mask=here & (offs_v < V), other=0.0)
+        weight = tl.load(weight_ptr + of_split, mask=here, other=-1.0e30)
+        higher = tl.maximum(top, weight)
+        fade, share = tl.exp2(top - higher), tl.exp2(weight - higher)
+        acc, total, top = acc * fade + part * share, total * fade + share, higher
+    return acc, tl.max(top, 1), tl.sum(total, 1)
+
+
+def splits_for(programs: int) -> int:
+    """Parts of the earlier tokens, where so many programs have one part each: a power of two."""
+    return min(MOST_SPLITS, max(1, triton.next_power_of_2(PROGRAMS // max(programs, 1))))
 
 
 def past_of(q: torch.Tensor, cache: torch.Tensor, p: Packed, runs: Runs, f: Latent) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of a pass's rotated queries over the tokens before it, and its weight, as the kernel leaves them."""
     small = q.dtype == torch.float32 or gpu.here(q.device.index).smem_block < SMEM
     BLOCK_M, stages = (16, 1) if small else (CHUNK, 2)
-    past = torch.empty(q.shape[0], f.heads * f.v_dim, dtype=torch.float32, device=q.device)
-    weight = torch.empty(q.shape[0], f.heads, dtype=torch.float32, device=q.device)
-    _past_kernel[(runs.tiles.shape[0] * (CHUNK // BLOCK_M), f.heads)](
+    splits = splits_for(triton.cdiv(q.shape[0], BLOCK_M) * f.heads)
+    past = torch.empty(q.shape[0], f.heads, splits, f.v_dim, dtype=torch.float32, device=q.device)
+    weight = torch.empty(q.shape[0], f.heads, splits, dtype=torch.float32, device=q.device)
+    _past_kernel[(runs.tiles.shape[0] * (CHUNK // BLOCK_M), f.heads, splits)](
         q, cache, p.rows, p.pos, p.table, runs.tiles, f.k_up, f.v_up, past, weight, p.table.shape[1], f.scale * LOG2E,
-        HEADS=f.heads, NOPE=f.nope, R=f.rotated, RANK=f.rank, V=f.v_dim, PAGE=cache.shape[2], SIZE=CHUNK, BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_K, BLOCK_K=BLOCK_K, BLOCK_R=padded(f.rotated), BLOCK_RANK=padded(f.rank), num_warps=8, num_stages=stages,
+        HEADS=f.heads, NOPE=f.nope, R=f.rotated, RANK=f.rank, V=f.v_dim, PAGE=cache.shape[2], SPLITS=splits, SIZE=CHUNK,
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_K, BLOCK_K=BLOCK_K, BLOCK_R=padded(f.rotated), BLOCK_RANK=padded(f.rank), num_warps=8,
+        num_stages=stages,
     )  # fmt: skip
     return past, weight

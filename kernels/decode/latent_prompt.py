@@ -31,7 +31,7 @@ from lowq_kernels.decode.attend_triton import LOG2E
 from lowq_kernels.decode.kv import Cache
 from lowq_kernels.decode.kv_triton import padded
 from lowq_kernels.decode.latent import Latent
-from lowq_kernels.decode.latent_past import SMEM, past_of, tile_of
+from lowq_kernels.decode.latent_past import BLOCK_K, SMEM, merged, past_of, tile_of
 from lowq_kernels.decode.prepare_triton import normed, pairs, statistics
 from lowq_kernels.decode.reference import Packed
 from lowq_kernels.decode.runs import CHUNK, Runs
@@ -122,11 +122,12 @@ def _block(
 def _attend_kernel(
     q_ptr, k_ptr, latents_ptr, v_ptr, tiles_ptr, pos_ptr, past_ptr, weight_ptr, y_ptr, T, start, S, n, scale,
     HEADS: tl.constexpr, NOPE: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, V: tl.constexpr, TILES: tl.constexpr,
-    PAST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_NOPE: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    PAST: tl.constexpr, PAST_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_NOPE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Tiles: `Runs.spans`; without them texts of T tokens, whose keys and values are n each, latents S apart. PAST: tiles are
-    `Runs.tiles`; keys, values and latents those of the pass's tokens, and `past` has attended to those before them."""
+    """Tiles: `Runs.spans`; without them texts of T tokens, whose keys and values are n each, latents S apart. PAST: 0,
+    or in how many splits of whole tiles of PAST_N slots `past` has attended to the tokens before the pass; then tiles are
+    `Runs.tiles`, and keys, values and latents those of the pass's tokens."""
     number, h = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)  # tiles with the longest past first
     if PAST:
         first, last, text = tile_of(tiles_ptr, number, BLOCK_M, BLOCK_M)
@@ -154,10 +155,10 @@ def _attend_kernel(
     acc, total = tl.zeros((BLOCK_M, BLOCK_V), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
     top, end = tl.full((BLOCK_M,), -1.0e30, tl.float32), pos + last - first
     if PAST:
-        after, of_rows = tl.load(pos_ptr + text) > 0, (first + offs_m).to(tl.int64) * HEADS + h
-        acc = tl.load(past_ptr + of_rows[:, None] * V + offs_v, mask=here & (offs_v < V) & after, other=0.0)
-        top = tl.load(weight_ptr + of_rows, mask=(first + offs_m < last) & after, other=-1.0e30)
-        total += tl.where(after, 1.0, 0.0)
+        of_rows = ((first + offs_m).to(tl.int64) * HEADS + h)[:, None]
+        acc, top, total = merged(
+            past_ptr, weight_ptr, tl.load(pos_ptr + text), of_rows, offs_v, here, V, PAST, PAST_N, BLOCK_M, BLOCK_V
+        )
     whole = (pos + 1) // BLOCK_N * BLOCK_N  # slots before it every row sees
     for n0 in range(0, whole, BLOCK_N):
         acc, top, total = _block(
@@ -263,11 +264,12 @@ def _attend(
     BLOCK_M, warps = (BLOCK_M, 8) if after is None else (CHUNK, 8 if BLOCK_N < 64 else 4)
     tiles = None if runs is None else runs.tiles if after is not None else runs.spans(BLOCK_M)
     pos, past, weight = (None, None, None) if after is None else (after[0].pos, *after[1:])
+    splits = 0 if weight is None else weight.shape[2]
     new = torch.empty if runs is None or runs.whole else torch.zeros
     y = new(q.shape[0], f.heads * f.v_dim, dtype=q.dtype, device=q.device)
     _attend_kernel[(texts * triton.cdiv(sizes[0], BLOCK_M) if tiles is None else tiles.shape[0], f.heads)](
         q, k, latents, v, tiles, pos, past, weight, y, *sizes, f.scale * LOG2E, HEADS=f.heads, NOPE=f.nope, R=f.rotated,
-        RANK=f.rank, V=f.v_dim, TILES=tiles is not None, PAST=after is not None, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
+        RANK=f.rank, V=f.v_dim, TILES=tiles is not None, PAST=splits, PAST_N=BLOCK_K, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N,
         BLOCK_NOPE=padded(f.nope), BLOCK_R=padded(f.rotated), BLOCK_V=padded(f.v_dim), num_warps=warps, num_stages=2,
     )  # fmt: skip
     return y

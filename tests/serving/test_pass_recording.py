@@ -94,15 +94,21 @@ def test_logits_of_a_recording_are_its_own_or_in_the_memory_that_is_given(passes
 LATENT = {"q_lora_rank": None, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
 
 
+def of_latents(device):
+    """A model with latent attention, and texts and their answers by a decoder of its own."""
+    model = build("deepseek_v2", **LATENT, first_k_dense_replace=2, n_routed_experts=4, n_group=1, topk_group=1).to(device)
+    long, short, other = prompts(75, 20, 9)
+    asked = [long, [*long[:70], *other], short, other]
+    return model, asked, [alone(model, ids, 6) for ids in asked]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run in Triton's interpreter")
 @pytest.mark.parametrize("steps", [False, True], ids=["alone", "beside steps"])
 def test_passes_with_prompts_over_latents_are_recorded(steps):
     """By the kernels of a GPU, in Triton's interpreter: prompts in pieces, of one pass and after a prefix that is reused, give
     the tokens of each text alone, by a decoder in torch."""
     latent_prompt = pytest.importorskip("lowq_kernels.decode.latent_prompt")
-    model = build("deepseek_v2", **LATENT, first_k_dense_replace=2, n_routed_experts=4, n_group=1, topk_group=1)
-    long, short, other = prompts(75, 20, 9)
-    asked = [long, [*long[:70], *other], short, other]
-    expected = [alone(model, ids, 6) for ids in asked]
+    model, asked, expected = of_latents("cpu")
     plan = plan_of(model)
     assert ContinuousEngine(model, 4, running=4).passes.sizes.most_recorded == 0  # torch's form reads lengths on the host
     latent = replace(plan.ops.latent, packed=latent_prompt.packed, refuse=latent_prompt.refuse)
@@ -124,3 +130,17 @@ def test_passes_with_prompts_over_latents_are_recorded(steps):
     mixed = [one.count for (b, M, _), (one, _) in passes.captured.items() if b < M]
     assert sum(mixed) > 3
     engine.stop(1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_passes_with_prompts_over_latents_are_replayed():
+    """In fp32, in which no two tokens are as likely but for chance."""
+    model, asked, expected = of_latents("cuda")
+    client = Client(model, running=4, cache_tokens=4096)
+    try:
+        assert client.engine.passes.sizes.most_recorded == 1024
+        assert any(b < M for b, M, _ in client.engine.passes.captured)
+        assert client.tokens(*[client.ask(ids, 6) for ids in asked]) == expected
+    finally:
+        client.engine.stop(0)
