@@ -57,7 +57,8 @@ def test_step(shape, name, block, dtype):
     expected = latent.step_fixed(q, x, theirs, pos, *tables, f)
     ours, table = (cache.clone(), None) if not block else paged(cache, block)
     before = ours.clone()
-    cut = {"SPLITS": 4} if DEVICE == "cpu" else None  # the interpreter runs one program after the other
+    # the interpreter runs one program after the other; both forms of the last kernel
+    cut = {"SPLITS": 8 if block == 16 else 4} if DEVICE == "cpu" or block else None
     y = latent_triton.step(q, x, ours, pos, *tables, f, table, config=cut)
     assert y.dtype == dtype
     for b in range(B):
