@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from lowq_cli.engine.prompts import context_limit
-from lowq_cli.evaluate.logits import logits_of, warm_reading
-from lowq_cli.evaluate.perplexity import LOGITS_AT_ONCE
+from lowq_cli.evaluate.logits import device_of, logits_of, warm_reading
+from lowq_cli.evaluate.perplexity import logits_at_once
 from lowq_cli.evaluate.task_names import YAML, check_names
 from lowq_cli.models import CausalModel, Tokenizer
 from lowq_kernels.decode.kv import PLAIN
@@ -220,9 +220,10 @@ class Judge:
             by_length[len(row)].append(row)
         total, done = sum(map(len, rows)), 0
         vocabulary = self.model.config.get_text_config().vocab_size
+        held = logits_at_once(device_of(self.model))
         with self.progress(what, total) as advance:
             for length, alike in sorted(by_length.items(), reverse=True):  # longest first, so that out of memory shows at once
-                most = max(1, LOGITS_AT_ONCE // (length * vocabulary))
+                most = max(1, held // (length * vocabulary))
                 warm_reading(self.model, min(most, len(alike)) * length, self.kv)
                 for at in range(0, len(alike), most):
                     part = alike[at : at + most]

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -76,8 +77,17 @@ def test_batches_change_nothing():
     g = torch.Generator().manual_seed(0)
     model, ids = Table(torch.randn(16, 16, generator=g)), torch.randint(0, 16, (333,), generator=g)
     whole = perplexity.evaluate(model, ids, SURE_16, window=10)
-    assert perplexity.evaluate(model, ids, SURE_16, window=10, logits_at_once=1).kl == pytest.approx(whole.kl, rel=1e-6)
-    assert perplexity.evaluate(model, ids, window=10, logits_at_once=1).ppl == pytest.approx(whole.ppl, rel=1e-6)
+    assert perplexity.evaluate(model, ids, SURE_16, window=10, most_logits=1).kl == pytest.approx(whole.kl, rel=1e-6)
+    assert perplexity.evaluate(model, ids, window=10, most_logits=1).ppl == pytest.approx(whole.ppl, rel=1e-6)
+
+
+def test_a_large_gpu_holds_more_logits():
+    """By the memory it has, not by what is free: batches, and with them roundings, are the same on every run."""
+    gpu = torch.device("cuda", 0)
+    for total, expected in ((8 << 30, 1 << 26), (24 << 30, 3 << 25), (144 << 30, 9 << 26)):
+        with mock.patch("torch.cuda.get_device_properties", return_value=SimpleNamespace(total_memory=total)):
+            assert perplexity.logits_at_once(gpu) == expected
+    assert perplexity.logits_at_once(torch.device("cpu")) == 1 << 26
 
 
 SURE_16 = Table(torch.eye(16) * 3)
