@@ -139,15 +139,15 @@ def prompts() -> str:
 @part
 def beside_vllm() -> str:
     """Families in lowq's server engine and in vLLM with its own kernels; a file a GPU of one machine."""
-    told, by = "", dict[str, dict[str, Any]]()
+    told, by, dates = "", dict[str, dict[str, Any]](), list[str]()
     for path in sorted(RESULTS.glob("*/families_vllm*.json")):  # of a family that is in several, the last counts
         found = read(str(path.relative_to(RESULTS)))
+        dates.append(found["date"][:10])
         for row in found["rows"]:
             by.setdefault(row["family"], {})[row["engine"]] = row
-            vllm = row.get("vllm", "")
-            if vllm and not told:
-                told = f"{found['device']}, torch {found['torch']}, vLLM {vllm}, {found['date'][:10]}. "
-                told += f"Answers after {found['prompt']} tokens.\n\n"
+            if vllm := row.get("vllm", ""):
+                told = f"{found['device']}, torch {found['torch']}, vLLM {vllm}, {min(dates)} to {max(dates)}; a family's row "
+                told += f"is of one run. Answers after {found['prompt']} tokens.\n\n"
     cells = [cell for family, engines in by.items() if (cell := _beside(family, engines))]
     return told + table(("family", ">layers", *BESIDE), cells)
 

@@ -243,7 +243,36 @@ def http_loads() -> str:
     dates = f"{ours['date'][:10]} (`lowq serve` without adapters and vLLM's agents {plain['date'][:10]})"
     where = f"{ours['device']}, {dates}, torch {ours['torch']}, vLLM {theirs['vllm']} with activations of 16 bits"
     how = "one GPU, one server after the other, each with 28 GB of cache; empty cells were not reached"
-    return f"{where}, {how}:\n\n{table(columns, lines)}"
+    return f"{where}, {how}:\n\n{table(columns, lines)}\n{_loads_in_8_bits()}"
+
+
+def _loads_in_8_bits() -> str:
+    """Both servers with activations of 8 bits, in one run."""
+    report, lines = read("h200/http_loads_export8.json"), []
+    own, other = (report["servers"][name] for name in ("lowq", "export8"))
+    for load, row in own.items():
+        if isinstance(row, dict) and "ttft_ms" in row:
+            speeds = [r["tokens_per_s"] for r in (row, other[load])]
+            times = ["{p50:.0f} / {p99:.0f}".format(**r["ttft_ms"]) for r in (row, other[load])]
+            gaps = ["{p50:.1f} / {p99:.0f}".format(**r["between_ms"]) for r in (row, other[load])]
+            lines.append(
+                (load.replace("_", " "), *(f"{v:,.0f}" for v in speeds), f"{speeds[0] / speeds[1]:.2f}", *times, *gaps)
+            )
+    long = [" / ".join(f"{1e3 * s:.0f}" for s in one["prompt_4400"]["first_token_s"]) for one in (own, other)]
+    heads = (
+        "load",
+        ">`--act fp8`, tokens/s",
+        ">vLLM's W4A8",
+        ">ratio",
+        ">first token, ms p50 / p99",
+        ">vLLM",
+        ">between tokens",
+        ">vLLM",
+    )
+    where = f"{report['device']}, {report['date'][:10]}, vLLM {report['vllm']}"
+    told = f"Both with activations of 8 bits, in one run of half as many requests ({where}), beside vLLM on another GPU:"
+    alone = f"A prompt of 4,400 tokens alone, twice: {long[0]} ms, vLLM {long[1]}."
+    return f"{told}\n\n{table(heads, lines)}\n{alone}\n"
 
 
 @part
