@@ -13,6 +13,7 @@ from lowq_cli.files.source import CONFIG, HEAD, HEAD_NOTES, HEAD_STATE
 from lowq_cli.files.weight_files import SINGLE
 from lowq_cli.run import output_folder
 from lowq_packers import home
+from lowq_packers.atomic import sweep
 from lowq_packers.errors import NotFoundError, UsageError
 
 # Kind -> glob in the cache: checkpoints, then the folders of what quantizing generated and measured, one place each.
@@ -123,10 +124,14 @@ def named(names: list[str], cached: bool) -> list[Holding]:
 
 def _remove_head(folder: Path) -> None:
     """Delete a draft head that was trained for a checkpoint; files that lowq did not write stay."""
-    if folder.is_symlink() or not ((folder / HEAD_NOTES).is_file() or (folder / HEAD_STATE).is_file()):
+    if folder.is_symlink() or not folder.is_dir():
         return
-    for name in (CONFIG, SINGLE, HEAD_NOTES, HEAD_STATE):
-        (folder / name).unlink(missing_ok=True)
+    names = (CONFIG, SINGLE, HEAD_NOTES, HEAD_STATE)
+    for name in names:
+        sweep(folder / name)
+    if (folder / HEAD_NOTES).is_file() or (folder / HEAD_STATE).is_file():
+        for name in names:
+            (folder / name).unlink(missing_ok=True)
     if not any(folder.iterdir()):
         folder.rmdir()
 

@@ -22,7 +22,7 @@ def replacing(path: Path, partial: Path | None = None, sync: bool = False) -> It
     """
     fd = -1
     if partial is None:
-        _sweep(path)
+        sweep(path)
         partial, fd = _own(path)
     else:
         partial.unlink(missing_ok=True)
@@ -54,7 +54,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 def write_new(path: Path, content: bytes) -> None:
     """As `write_whole`, but never overwrites. Raises FileExistsError, OSError."""
-    _sweep(path)
+    sweep(path)
     partial, fd = _own(path)
     try:
         partial.write_bytes(content)
@@ -138,19 +138,19 @@ def scratch(parent: Path, name: str) -> Iterator[Path]:
 
 
 def _own(path: Path) -> tuple[Path, int]:
-    """A new empty file in the folder of `path`, and a locked descriptor of it, which another process's `_sweep` respects."""
+    """A new empty file in the folder of `path`, and a locked descriptor of it, which another process's `sweep` respects."""
     while True:
         partial = path.with_name(f".{uuid.uuid4().hex[:12]}-{path.name}")
         fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o644)
-        with suppress(OSError):  # a file system without locks, or another process's `_sweep` has the lock
+        with suppress(OSError):  # a file system without locks, or another process's `sweep` has the lock
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(fd).st_nlink:
             return partial, fd
         os.close(fd)
 
 
-def _sweep(path: Path) -> None:
-    """Remove temporary files that killed processes left from earlier writes of `path`."""
+def sweep(path: Path) -> None:
+    """Remove temporary files that killed processes left from earlier writes of `path`, whose folder exists."""
     _remove_left(path.parent, rf"\.[0-9a-f]{{12}}-{re.escape(path.name)}", Path.unlink)
 
 

@@ -3,13 +3,17 @@
 The model reads windows of the text as it does when it decodes, with its packed weights. The head reads the model's hidden
 states and learns from its predictions. A killed run resumes: the text is in the user's cache, the training state is next to
 the result, and the order of windows follows from the seed.
+
+HEAD_STATE marks a folder whose head is not finished: it is written before any other file and removed after all of them.
+HEAD_NOTES marks a finished head: it is written last, and such a folder is never written again.
 """
 
 import json
 import time
 from collections.abc import Generator
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +24,7 @@ from lowq_cli.engine.batch import Batch, Rectangle
 from lowq_cli.engine.plan import Plan, plan_of
 from lowq_cli.engine.state import static_state, tensors_of
 from lowq_cli.engine.steps import AddNorm
-from lowq_cli.files import memo
+from lowq_cli.files import folder, memo
 from lowq_cli.files.source import CONFIG, HEAD_NOTES, HEAD_STATE
 from lowq_cli.files.weight_files import SINGLE
 from lowq_cli.run import own_text
@@ -28,7 +32,7 @@ from lowq_cli.run.draft_head import LATER, Learner, Sizes, loss_of, right
 from lowq_cli.run.draft_training_plan import Training, held_out
 from lowq_cli.state import writing
 from lowq_kernels.modules.joined import weight_of
-from lowq_packers.atomic import write_whole
+from lowq_packers.atomic import sweep, write_whole
 from lowq_packers.errors import LowqError, UsageError
 from lowq_packers.regular import opened, read_text
 
@@ -65,11 +69,31 @@ class Trained:
 
 
 def train(of: Training, model: Any, tokenizer: Any, save_s: float = SAVE_S) -> Generator[Step, None, Trained]:
-    """Train and write the head. Ctrl-C or a kill loses at most `save_s` seconds of work."""
+    """Train and write the head. Ctrl-C or a kill loses at most `save_s` seconds of work.
+
+    Raises BusyError where another process trains into the same folder, UsageError where that holds something else.
+    """
+    with ExitStack() as stack:
+        with writing(of.out):
+            of.out.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(folder.held(of.out))
+        stack.callback(_remove_empty, of.out)
+        return (yield from _trained(of, model, tokenizer, save_s))
+
+
+def _remove_empty(out: Path) -> None:
+    with suppress(OSError):  # it is not empty, except after an error or Ctrl-C before the first file
+        out.rmdir()
+
+
+def _trained(of: Training, model: Any, tokenizer: Any, save_s: float) -> Generator[Step, None, Trained]:
     began = time.monotonic()
     if (trained := _made(of)) is not None:
+        with suppress(OSError):  # a read-only folder; elsewhere a run that was killed after HEAD_NOTES left the state
+            (of.out / HEAD_STATE).unlink()
         return trained
-    if of.out.exists() and any(of.out.iterdir()) and not (of.out / HEAD_STATE).exists():
+    sweep(of.out / HEAD_STATE)
+    if any(of.out.iterdir()) and ((of.out / HEAD_NOTES).exists() or not (of.out / HEAD_STATE).exists()):
         raise UsageError(f"{of.out} is there already and holds something else; use another --out, or remove it")
     plain, greedy = yield from training_windows(of, model, tokenizer)
     ids = _counted(torch.cat([plain, greedy]).flatten(), of.of)
@@ -178,8 +202,7 @@ def _learn(
     """Run all remaining steps; return the mean loss per guess over the last hundred."""
     rate = min(MOST_RATE, RATE * WIDTH / of.of.hidden)
     adam = torch.optim.AdamW(learner.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
-    done, saved = _resumed(of, learner, adam), time.monotonic()
-    each, losses = max(1, len(windows) // of.windows), list[torch.Tensor]()
+    (done, losses), saved, each = _resumed(of, learner, adam), time.monotonic(), max(1, len(windows) // of.windows)
     weight, warm = sum(LATER**j for j in range(of.of.in_a_row)), min(WARM, max(1, of.steps // 10))
     for step in range(done, of.steps):
         number, place = divmod(step, each)
@@ -198,9 +221,11 @@ def _learn(
         if step % 10 == 0 or step + 1 == of.steps:
             yield Step("learn", step + 1, of.steps, f"loss {float(torch.stack(losses).mean()):.3f}")
             if time.monotonic() - saved > save_s:
-                _save(of, learner, adam, step + 1)
+                _save(of, learner, adam, step + 1, losses)
                 saved = time.monotonic()
-    return float(torch.stack(losses).mean()) if losses else 0.0
+    if not (of.out / HEAD_STATE).exists():  # a short training: the head's files need the mark
+        _save(of, learner, adam, of.steps, losses)
+    return float(torch.stack(losses).mean())
 
 
 def _guesses(learner: Learner, teacher: Teacher, *inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -220,15 +245,14 @@ def judged(learner: Learner, teacher: Teacher, windows: torch.Tensor) -> list[fl
 
 
 def _facts(of: Training) -> str:
-    facts = [1, of.model, asdict(of.of), of.text, of.tokens, of.seed, of.steps, of.windows, of.device.type]
+    facts = [2, of.inputs, asdict(of.of), of.tokens, of.seed, of.steps, of.windows, of.device.type]
     return memo.key(facts)
 
 
-def _save(of: Training, learner: Learner, adam: Any, step: int) -> None:
-    held = {f"w/{n}": p.detach() for n, p in learner.weights.items()}
+def _save(of: Training, learner: Learner, adam: Any, step: int, losses: list[torch.Tensor]) -> None:
+    held = {f"w/{n}": p.detach() for n, p in learner.weights.items()} | {"losses": torch.stack(losses)}
     for n, p in learner.weights.items():
         held |= {f"{k}/{n}": adam.state[p][k] for k in ("exp_avg", "exp_avg_sq")}
-    of.out.mkdir(parents=True, exist_ok=True)
     with writing(of.out / HEAD_STATE):
         write_whole(
             of.out / HEAD_STATE,
@@ -236,25 +260,25 @@ def _save(of: Training, learner: Learner, adam: Any, step: int) -> None:
         )
 
 
-def _resumed(of: Training, learner: Learner, adam: Any) -> int:
-    """The number of steps that an earlier run of the same command did, after restoring its state."""
+def _resumed(of: Training, learner: Learner, adam: Any) -> tuple[int, list[torch.Tensor]]:
+    """The number of steps that an earlier run of the same command did and its last losses, after restoring its state."""
     from safetensors import safe_open
 
     path = of.out / HEAD_STATE
     if not path.is_file():
-        return 0
+        return 0, []
     with opened(path) as name:
         with safe_open(name, framework="pt") as file:
             notes = file.metadata() or {}
         if notes.get("run") != _facts(of):
-            return 0
+            return 0, []
         held = load_file(name, device=str(of.device))
     for n, p in learner.weights.items():
         p.data.copy_(held[f"w/{n}"])
         adam.state[p] = {k: held[f"{k}/{n}"].clone() for k in ("exp_avg", "exp_avg_sq")} | {
             "step": torch.tensor(float(notes["step"]))
         }
-    return int(notes["step"])
+    return int(notes["step"]), [*held["losses"]]
 
 
 def _write(of: Training, learner: Learner, ids: torch.Tensor, result: Trained) -> None:
@@ -263,7 +287,6 @@ def _write(of: Training, learner: Learner, ids: torch.Tensor, result: Trained) -
     if of.of.guesses != of.of.vocab:
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(of.of.vocab, dtype=torch.bool).index_fill(0, ids, True)
-    of.out.mkdir(parents=True, exist_ok=True)
     with writing(of.out):
         write_whole(of.out / SINGLE, save(tensors, {"format": "pt"}))
         write_whole(of.out / CONFIG, json.dumps(of.of.config(), indent=2).encode())

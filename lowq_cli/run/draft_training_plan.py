@@ -34,9 +34,14 @@ BIG_PARAMS = 8.0e9
 
 @dataclass(frozen=True)
 class Training:
-    """The plan of a training. seconds: estimate for text and training; big_seconds: the same for an 8B model on this device."""
+    """The plan of a training.
+
+    inputs: the identity of the model and of a given text. seconds: estimate for text and training; big_seconds: the same for an
+    8B model on this device.
+    """
 
     model: str
+    inputs: str
     out: Path
     device: torch.device
     of: Sizes
@@ -78,8 +83,8 @@ def plan_training(
 ) -> tuple[Training, Any, Any]:  # fmt: skip
     """The plan of a training, the model and its tokenizer. Raises LowqError."""
     on = pick_device(device)
-    if text != texts.SELF:
-        texts.Text.read(None if text == texts.BUNDLED else text)  # a plan of a text that cannot be read helps no user
+    # read before the model: a plan of a text that cannot be read helps no user
+    digest = texts.SELF if text == texts.SELF else texts.Text.read(None if text == texts.BUNDLED else text).digest
     loaded, tokenizer = open_model.ready(model, device)
     if why := why_not(loaded):
         raise UnsupportedError(f"draft heads are trained only for models that lowq's native decoder runs: {why}")
@@ -93,19 +98,18 @@ def plan_training(
     count = max(count // window * window, least if on.type == "cuda" else 4 * window)
     steps = max(1, (count // window - held_out(count // window)) // side) * PASSES
     outlook = None
-    if text == texts.SELF:
-        with open_source(runnable(model)) as source:
+    params = sum(p.numel() for p in loaded.parameters())
+    with open_source(runnable(model)) as source:
+        inputs = f"{source.identity} {digest}"
+        if text == texts.SELF:
             recipe = make_recipe(bits=4, method="gptq", calib=texts.SELF, calib_tokens=max(4096, count // 2), calib_seed=seed)
-            outlook = own_text_plan.outlook(model, source, recipe, on)
-            params = source.params
-    else:
-        params = sum(p.numel() for p in loaded.parameters())
+            outlook, params = own_text_plan.outlook(model, source, recipe, on), source.params
     rate = _flops(on, plan.dtype)
     seconds = _seconds(of, params, count, rate) + (2 * outlook.seconds if outlook else 0.0)
     writing = TOKENS["cuda"] * 2 * BIG_PARAMS / (0.5 * rate)
     big_seconds = _seconds(BIG, BIG_PARAMS, TOKENS["cuda"], rate) + writing
     folder = Path(out) if out else _default_out(model)
-    training = Training(model, folder, on, of, text, count, seed, steps, side, seconds, big_seconds, outlook)
+    training = Training(model, inputs, folder, on, of, text, count, seed, steps, side, seconds, big_seconds, outlook)
     return training, loaded, tokenizer
 
 

@@ -18,7 +18,7 @@ import torch
 from bend import bend
 from judge import judge
 from kills import SLOW, Command, begin, calls_of, commands, differences, files, side_by_side, source_changed, tried
-from valid import Valid, all_valid, second_of_each
+from valid import SIZES, Valid, all_valid, dense, second_of_each
 from valid_tables import all_tables
 
 from lowq_cli.interop.exporter import export
@@ -54,6 +54,7 @@ class Ground:
         self.paths["speaking"] = shutil.copytree(self.paths["dense"], folder / "speaking")
         facts = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "!"}
         (self.paths["speaking"] / "tokenizer_config.json").write_text(json.dumps(facts))
+        self.paths["deep"] = dense(folder / "deep", SIZES | {"num_hidden_layers": 3})  # a draft head reads three layers
         self.commands: list[Command] = []
         self.wanted: dict[str, tuple[dict[str, bytes], int]] = {}
 
@@ -89,13 +90,17 @@ class Ground:
                 self.wanted[command.name] = result
         return self.wanted[command.name]
 
-    def kills(self, seed: int) -> tuple[str, str, str]:
-        """One stopped run: the command, the signal, and the fault found or ""."""
+    def all_commands(self) -> list[Command]:
+        """Those that are stopped."""
         if not self.commands:
             made = commands(self.paths, self.folder / "text.txt")
             self.commands = [c for c in made if self.slow or c.name not in SLOW]
-        rng = Random(seed)
-        (command,) = rng.choices(self.commands, [1 if c.name in SLOW else 4 for c in self.commands])
+        return self.commands
+
+    def kills(self, seed: int) -> tuple[str, str, str]:
+        """One stopped run: the command, the signal, and the fault found or ""."""
+        rng, every = Random(seed), self.all_commands()
+        (command,) = rng.choices(every, [1 if c.name in SLOW else 4 for c in every])
         how = rng.choice(("kill", "kill", "kill", "kill", "kill", "int", "term", "hup", "two", "source"))
         if how == "source":
             name, output = source_changed(self.paths, self.folder / "text.txt", self.out, rng)
@@ -103,7 +108,8 @@ class Ground:
         expected, calls = self.prepared(command)
         if how == "two":
             return command.name, how, side_by_side(command, self.out, expected)
-        return command.name, how, tried(command, self.out, expected, calls, rng, how)
+        at = [rng.randrange(calls) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
+        return command.name, how, tried(command, self.out, expected, at, how)
 
 
 def run(seconds: float, bends: int, kills: int, seed: int | None, out: Path, jobs: int, add: bool) -> int:

@@ -15,11 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from _pytest.monkeypatch import MonkeyPatch
 
+from lowq_cli.files.source import HEAD_NOTES
 from lowq_packers.errors import LowqError, UsageError
 
 CALLS = (
@@ -37,6 +39,8 @@ SLOW = (
 )  # seconds a run: stopped a quarter as often
 TALK = [{"role": "user", "content": "x" * 9999}]
 UNTOLD = ("lowq.log", "rate.json")  # files that tell times
+TIMED = ("seconds", "out")  # fields of a draft head's notes that another run, or another folder, has otherwise
+REQUESTS = [{"custom_id": f"r{i}", "url": "/v1/completions", "body": {"prompt": "x" * i}} for i in range(3)]
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ def begin(command: Command, folder: Path) -> None:
 
 
 def commands(valid: dict[str, Path], text: Path) -> list[Command]:
-    """One of each kind: every method, fp8, budgets, own texts, exports, imports, tables, uploads, conversations."""
+    """One of each kind: every method, fp8, budgets, own texts, exports, imports, tables, uploads, talks, heads, batches."""
     from lowq_cli.commands import chat
     from lowq_cli.interop.exporter import export
     from lowq_cli.interop.importer import runnable
@@ -117,6 +121,9 @@ def commands(valid: dict[str, Path], text: Path) -> list[Command]:
         Command("chat: /save", lambda folder: _saved(chat.save, TALK, folder / "talk.json")),
         Command("tune", lambda folder: save(folder / "out", torch.device("cpu"), entries()), copied),
         Command("push", lambda folder: pushed(folder / "out", folder / "hub"), copied),
+        Command("draft train", lambda folder: drafted(valid["deep"], text, folder / "out", 0.0)),
+        Command("draft train, one save", lambda folder: drafted(valid["deep"], text, folder / "out", 60.0)),
+        Command("batch", lambda folder: answered(folder / "out"), requested),
         Command("one file", lambda folder: write_whole(folder / "out" / "table.json", b"x" * 10_000)),
     ]
 
@@ -145,6 +152,49 @@ def _saved(save: Callable[[Any, str], None], messages: Any, path: Path) -> None:
         save(messages, str(path))
     except UsageError:
         assert json.loads(path.read_text()) == messages
+
+
+def drafted(model: Path, text: Path, out: Path, save_s: float) -> None:
+    """`lowq draft train` of 18 steps, with its state saved every 10 steps, or once at the end."""
+    from lowq_cli.run.draft_training import train
+    from lowq_cli.run.draft_training_plan import plan_training
+
+    with small(False):
+        for _ in train(*plan_training(str(model), str(out), 256, str(text), None, 0, "cpu"), save_s=save_s):
+            pass
+
+
+def requested(folder: Path) -> None:
+    """The requests that `answered` reads."""
+    (folder / "out").mkdir()
+    (folder / "out" / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in REQUESTS))
+
+
+def answered(folder: Path) -> None:
+    """`lowq batch` of the requests in a folder, whose model answers each by an echo."""
+    import asyncio
+
+    from lowq_cli.commands import batch
+    from lowq_cli.serving.http import batch_file, opening
+
+    async def echo(scope: Any, receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
+        body = (await receive())["body"]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+    def answer(_: Any, lines: Any, answers: Any) -> dict[str, int]:
+        return asyncio.run(batch_file.run(echo, lines, 1, answers.write, lambda: ""))
+
+    before = signal.getsignal(signal.SIGTERM)
+    with MonkeyPatch.context() as patch:
+        patch.setattr(batch, "_answer", answer)
+        patch.setattr(batch.console, "say", lambda *_: None)
+        patch.setattr(opening, "Opening", lambda *_: SimpleNamespace(stop=lambda: None))  # it starts an engine's process
+        patch.setattr(batch_file, "uuid", SimpleNamespace(uuid4=lambda: SimpleNamespace(hex="0" * 32)))
+        try:
+            batch.batch(str(folder / "requests.jsonl"), "demo", device="cpu")
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 def entries() -> list[Any]:
@@ -194,10 +244,17 @@ def files(folder: Path) -> dict[str, bytes]:
     """Every file below a folder, by its path."""
     result = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file() or p.is_symlink()}
     return {
-        n: b"" if p.is_symlink() and not p.exists() else p.read_bytes()
+        n: b"" if p.is_symlink() and not p.exists() else _timeless(p)
         for n, p in result.items()
         if p.name not in UNTOLD and not n.startswith("state/")
     }
+
+
+def _timeless(path: Path) -> bytes:
+    """A file's contents; of a draft head's notes without the time."""
+    if path.name != HEAD_NOTES:
+        return path.read_bytes()
+    return json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k not in TIMED}).encode()
 
 
 @contextmanager
@@ -210,9 +267,23 @@ def acting(act: Callable[[int, str, Callable[..., Any], tuple[Any, ...], dict[st
     def wrap(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *args, **how: act(next(number), name, call, args, how)
 
+    class Raw(io.FileIO):
+        """A file whose writes `act` sees, too: a buffered file writes without `os`."""
+
+        def write(self, content: Any) -> int:
+            return int(act(next(number), "buffered", lambda _, part: io.FileIO.write(self, part), (self, content), {}))
+
+        def truncate(self, size: int | None = None) -> int:
+            return int(act(next(number), "truncate", io.FileIO.truncate, (self, size), {}))
+
+    def opening(file: Any, mode: str = "r", *args: Any, **how: Any) -> Any:
+        if mode in ("wb", "ab"):
+            return io.BufferedWriter(Raw(file, mode))
+        return opened(file, mode, *args, **how)
+
     for name, call in saved.items():
         setattr(os, name, wrap(name, call))
-    io.open = wrap("io.open", opened)  # type: ignore[assignment]
+    io.open = wrap("io.open", opening)  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -260,7 +331,8 @@ def stopped_at(command: Command, folder: Path, at: int, by: str) -> int:
 
     def act(number: int, name: str, call: Callable[..., Any], args: tuple[Any, ...], how: dict[str, Any]) -> Any:
         if number == at:
-            if name in ("pwrite", "write") and len(args[1]) > 1:
+            # after a part of a write and Python's own signal, a buffered file goes on with the rest when it is closed
+            if name in ("pwrite", "write", *["buffered"] * (by == "kill")) and len(args[1]) > 1:
                 call(args[0], memoryview(args[1])[: len(args[1]) // 2], *args[2:])
             os.kill(os.getpid(), SIGNALS[by])
             if by == "kill":
@@ -274,10 +346,9 @@ def stopped_at(command: Command, folder: Path, at: int, by: str) -> int:
     return os.waitpid(in_child(work), 0)[1]
 
 
-def tried(command: Command, folder: Path, wanted: dict[str, bytes], calls: int, rng: Random, by: str) -> str:
-    """Stop a run one to three times, then run it to its end: the fault found then, or ""."""
+def tried(command: Command, folder: Path, wanted: dict[str, bytes], at: list[int], by: str) -> str:
+    """Stop a run at each of these calls in turn, then run it to its end: the fault found then, or ""."""
     begin(command, folder)
-    at = [rng.randrange(calls) for _ in range(rng.choice((1, 1, 1, 2, 3)))]
     for n in at:
         stopped_at(command, folder, n, by)
     try:
@@ -306,10 +377,15 @@ def side_by_side(command: Command, folder: Path, wanted: dict[str, bytes]) -> st
     return differences(wanted, files(folder), f"{command.name}, two at once")
 
 
-CHANGING = ("quantize", "quantize gptq", "export")  # an import's folder is named by its source: another one is another folder
+CHANGING = (
+    "quantize",
+    "quantize gptq",
+    "export",
+    "draft train",
+)  # an import's folder is named by its source: another one is another folder
 
 
-def source_changed(valid: dict[str, Path], text: Path, folder: Path, rng: Random) -> tuple[str, str]:
+def source_changed(valid: dict[str, Path], text: Path, folder: Path, rng: Random, only: str | None = None) -> tuple[str, str]:
     """A run killed, its source edited, the same command: refused, or with --fresh the new source's result.
 
     The command, and what was wrong or "".
@@ -319,14 +395,17 @@ def source_changed(valid: dict[str, Path], text: Path, folder: Path, rng: Random
     from lowq_cli.interop.exporter import export
     from lowq_cli.run.pipeline import quantize
 
-    name = rng.choice(CHANGING)
+    name = rng.choice(CHANGING) if only is None else only
     begin(Command(name, print), folder)
-    model = shutil.copytree(valid["packed" if name == "export" else "dense"], folder / "model")
+    sources = {"export": "packed", "draft train": "deep"}
+    model = shutil.copytree(valid[sources.get(name, "dense")], folder / "model")
     (model / "lowq_report.json").unlink(missing_ok=True)
 
     def run(out: Path, fresh: bool = False) -> None:
         if name == "export":
             export(model, "compressed-tensors", out)
+        elif name == "draft train":
+            drafted(model, text, out, 0.0)
         else:
             how = {"method": "gptq", "calib": str(text), "calib_tokens": 4096} if "gptq" in name else {"method": "rtn"}
             with small(False):
@@ -341,7 +420,7 @@ def source_changed(valid: dict[str, Path], text: Path, folder: Path, rng: Random
         run(folder / "out")
     except LowqError:
         refused = True
-        if name == "export":  # killed when all was there: what another source gave is not written over
+        if name in sources:  # killed when all was there: what another source gave is not written over
             shutil.rmtree(folder / "out", ignore_errors=True)
         run(folder / "out", fresh=True)
     run(folder / "new")

@@ -21,11 +21,13 @@ import lowq
 from lowq_cli.engine import native_loader, stream
 from lowq_cli.engine.drafts.heads import load
 from lowq_cli.engine.plan import plan_of
+from lowq_cli.files.folder import BusyError
 from lowq_cli.files.source import DEMO, HEAD_STATE, open_source
 from lowq_cli.main import app
 from lowq_cli.run import draft_training as training
 from lowq_cli.run.draft_head import GUESSES, Learner, attended, loss_of, right, sizes
 from lowq_cli.run.draft_training_plan import plan_training
+from lowq_packers.errors import UsageError
 
 J, WORDS = GUESSES["eagle3"], 8192
 
@@ -136,6 +138,36 @@ def test_a_killed_training_resumes_to_the_same_bytes(folder, tmp_path):
     assert done(training.train(*planned(folder, tmp_path / "killed"))).already_done
     other = done(training.train(*planned(folder, tmp_path / "other", seed=4)))
     assert other.loss != whole.loss
+
+
+def test_a_finished_head_is_not_written_over(folder, tmp_path):
+    """Although a run that was killed in its last step left the mark of an unfinished one beside it."""
+    out = tmp_path / "head"
+    done(training.train(*planned(folder, out)))
+    (out / HEAD_STATE).write_bytes(b"")
+    before = {p.name: p.read_bytes() for p in out.iterdir()}
+    with pytest.raises(UsageError, match="holds something else"):
+        done(training.train(*planned(folder, out, seed=4)))
+    assert {p.name: p.read_bytes() for p in out.iterdir()} == before
+    assert done(training.train(*planned(folder, out))).already_done
+    assert not (out / HEAD_STATE).exists()
+
+
+def test_a_folder_that_another_process_trains_into_is_refused(folder, tmp_path):
+    of = planned(folder, tmp_path / "head")
+    run = training.train(*of, save_s=0.0)
+    next(run)
+    with pytest.raises(BusyError, match="another lowq is writing to"):
+        done(training.train(*of))
+    run.close()
+    assert done(training.train(*of)).steps == of[0].steps
+
+
+def test_a_run_that_ends_before_its_first_file_leaves_no_folder(folder, tmp_path):
+    run = training.train(*planned(folder, tmp_path / "head"))
+    next(run)
+    run.close()
+    assert not (tmp_path / "head").exists()
 
 
 @pytest.mark.parametrize("kind", GUESSES)
