@@ -115,6 +115,20 @@ class library_errors:  # a class, as `no_panic`
         raise self.error(f"{self.what}: {one_line(e)}") from e
 
 
+class naming:  # a class, as `no_panic`
+    """Put a file's or folder's name in front of the message of a LowqError that does not have it."""
+
+    def __init__(self, where: object) -> None:
+        self.where = where
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, _: TracebackType | None) -> None:
+        if isinstance(e, LowqError) and str(self.where) not in str(e):
+            e.args = (f"{self.where}: {e}",)
+
+
 def log_error(what: str, e: BaseException) -> None:
     """Print an error that does not stop the work, with its traceback, if LOWQ_DEBUG is set."""
     if os.environ.get("LOWQ_DEBUG"):
@@ -129,9 +143,12 @@ def disk_full(e: OSError, path: object, then: str = "run the same command again"
 
 
 class no_panic:  # a class, since a generator's `with` would take longer than decoding a token
-    """Turn a panic or bare Exception of a library written in Rust into a DamagedError about its input."""
+    """Turn a panic or bare Exception of a library written in Rust into a DamagedError about its input.
 
-    def __init__(self, what: str) -> None:
+    what: the input in the message; it may be an object whose text is made only then.
+    """
+
+    def __init__(self, what: object) -> None:
         self.what = what
 
     def __enter__(self) -> None:

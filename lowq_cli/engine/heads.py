@@ -26,7 +26,7 @@ from lowq_kernels.decode.norms import Norm
 from lowq_packers.arch.config import NotPlain
 from lowq_packers.arch.names import Tensor, part_tensors
 from lowq_packers.arch.parts import Linear, Rope
-from lowq_packers.errors import DamagedError, UnsupportedError
+from lowq_packers.errors import DamagedError, UnsupportedError, naming
 from lowq_packers.heads import assistant, mtp, read_head
 from lowq_packers.heads.parts import MAPS, MASK, Read, Target
 
@@ -220,7 +220,7 @@ class _Names(Named):
 
 def load(folder: str, model: Any, describe: Describe = read_head) -> HeadPlan:
     """The head in a folder or hub id, for a model. Raises UnsupportedError, DamagedError or NotFoundError."""
-    with open_source(folder) as source:
+    with open_source(folder) as source, naming(source.name):
         target = _target(model)
         try:
             return _read(source, describe(source.config, _shapes(source), target), plan_of(model))
@@ -231,7 +231,8 @@ def load(folder: str, model: Any, describe: Describe = read_head) -> HeadPlan:
 def inside(source: Source, model: Any, describe: Describe = mtp.read) -> HeadPlan:
     """The MTP layer in a model's checkpoint, an open source. Raises UnsupportedError where it has none that lowq can run."""
     try:
-        return _read(source, describe(source.config, _shapes(source), _target(model)), plan_of(model))
+        with naming(source.name):
+            return _read(source, describe(source.config, _shapes(source), _target(model)), plan_of(model))
     except NotPlain as e:
         raise UnsupportedError(f"the MTP layer of {source.name} cannot be used: {e}") from None
 

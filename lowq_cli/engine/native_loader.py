@@ -7,7 +7,6 @@ the reason. The weights of one product are read from the files into one tensor, 
 once; several products are converted in parallel.
 """
 
-import json
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -23,6 +22,7 @@ from lowq_cli.engine.parallel_read import Reader
 from lowq_cli.engine.plan import Plan
 from lowq_cli.files.family_tensors import Matrix
 from lowq_cli.files.packed_tensors import OF_BLOCKS, SCALE, TABLE, WEIGHT, ZERO
+from lowq_cli.files.safetensors_io import read_json
 from lowq_cli.files.source import Source
 from lowq_cli.hf.embedding import QuantEmbedding, TiedHead
 from lowq_cli.hf.experts import QuantExperts
@@ -31,11 +31,11 @@ from lowq_kernels.decode import activation
 from lowq_kernels.modules.joined import SideBySide, dense, weight_of
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_kernels.modules.stack import Stack
-from lowq_packers.arch.config import Config, NotPlain
+from lowq_packers.arch.config import Config
 from lowq_packers.arch.parts import Experts, Linear
-from lowq_packers.errors import DoesNotFitError, LowqError
+from lowq_packers.errors import DoesNotFitError
 from lowq_packers.layouts import DISK, PackedWeight
-from lowq_packers.regular import MAX_CONFIG, read_text
+from lowq_packers.regular import MAX_CONFIG
 from lowq_packers.scheme import E4M3
 from lowq_packers.tables import joined
 
@@ -272,9 +272,6 @@ def _generation(source: Source, config: Config) -> dict[str, Any]:
     """The fields of generation_config.json; eos_token_id is config.json's where the file has none."""
     assert source.folder is not None
     path = source.folder / "generation_config.json"
-    try:
-        settings = json.loads(read_text(path, MAX_CONFIG)) if path.is_file() else {}
-        ends = settings.get("eos_token_id")
-    except (LowqError, ValueError, AttributeError, RecursionError):
-        raise NotPlain("generation_config.json cannot be read") from None
+    settings = read_json(path, MAX_CONFIG) if path.exists() else {}
+    ends = settings.get("eos_token_id")
     return {**settings, "eos_token_id": getattr(config.get_text_config(), "eos_token_id", None) if ends is None else ends}

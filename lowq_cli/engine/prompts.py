@@ -272,8 +272,9 @@ def context_limit(model: Any) -> int | None:
 def stop_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     """The tokens that end a sequence: generation_config's, else the config's, else the tokenizer's."""
     sources = (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer)
-    ids_of_source = next((e for s in sources if (e := getattr(s, "eos_token_id", None)) is not None), ())
-    ids = ids_of_source if isinstance(ids_of_source, list | tuple) else [ids_of_source]
+    given = next((e for s in sources if (e := getattr(s, "eos_token_id", None)) is not None), ())
+    ids = given if isinstance(given, list | tuple) else [given]
     if not all(type(i) is int for i in ids):
-        raise DamagedError(f"the model's eos_token_id is {ids_of_source!r}, which is not a token id")
+        files = "generation_config.json, or in config.json if that has none"
+        raise DamagedError(f"the model's eos_token_id is {given!r}, which is not a token id; correct it in {files}")
     return frozenset(ids)

@@ -23,8 +23,11 @@ UNPLAIN = (
     "use_dora", "modules_to_save", "lora_bias", "trainable_token_indices", "layer_replication", "alora_invocation_tokens",
     "use_qalora", "use_bdlora", "kasa_config", "arrow_config",
 )  # fmt: skip
+DTYPES = ("F64", "F32", "F16", "BF16")  # of factors
+DEFAULTS = {"r": 8, "lora_alpha": 8}  # PEFT's, where the config has none
 REPEATS = re.compile(r"[*+?{(]")
 MOST_REPEATS, LONGEST_PATTERN = 3, 1000  # of a pattern, groups included: with more, or a repeated group, a match may not end
+LARGEST_NUMBER = 1e30  # max. absolute value of lora_alpha and r, so that a whole number of any length becomes a float
 LARGEST = 1 << 34  # max. bytes of the weight file
 
 
@@ -61,7 +64,11 @@ def read_adapter(folder: str | Path, name: str = "") -> Adapter:
         for tensor, facts in header.tensors.items():
             parts = FACTOR.fullmatch(tensor)
             if parts is None:
-                raise UnsupportedError(f"{path} holds {tensor}; lowq supports only adapters of linear layers (lora_A, lora_B)")
+                raise UnsupportedError(
+                    f"{path / WEIGHTS} holds {tensor}; lowq supports only adapters of linear layers (lora_A, lora_B)"
+                )
+            if facts.dtype not in DTYPES:
+                raise UnsupportedError(f"{path / WEIGHTS}: {tensor} is {facts.dtype}; an adapter holds {', '.join(DTYPES)}")
             raw = read_bytes(file.fileno(), facts.offset, facts.nbytes, str(path / WEIGHTS))
             digest.update(raw)
             module = parts["module"].removeprefix(PREFIX)
@@ -74,13 +81,15 @@ def read_adapter(folder: str | Path, name: str = "") -> Adapter:
 
 def _check(config: Mapping[str, Any], path: Path) -> None:
     """Raise UnsupportedError unless the adapter is a plain LoRA."""
-    kind = config.get("peft_type")
+    path, kind = path / CONFIG, config.get("peft_type")
     if kind != "LORA":
-        raise UnsupportedError(f"{path} is an adapter of the kind {kind}; lowq supports only LORA")
+        raise UnsupportedError(f"{path} is of an adapter of the kind {kind}; lowq supports only LORA")
     if given := config.get("target_parameters"):
         what = f"{path} adapts {given[0] if isinstance(given, list) else given} (target_parameters)"
         only = "lowq supports only adapters of linear layers"
         raise UnsupportedError(f"{what}; {only}; merge it into its base (merge_and_unload)")
+    if not isinstance(config.get("use_rslora"), bool | None):
+        raise DamagedError(f"{path}: use_rslora must be true or false")
     biased = ("bias",) if config.get("bias") not in (None, "none") else ()
     if named := next((name for name in (*UNPLAIN, *biased) if config.get(name)), None):
         raise UnsupportedError(f"{path}: {named} is more than low-rank factors; merge it into its base (merge_and_unload)")
@@ -93,23 +102,27 @@ def _factors(
         raise DamagedError(f"{path / WEIGHTS}: {module} lacks one of the two factors A (r, K) and B (N, r)")
     if not all(bool(t.isfinite().all()) for t in pair.values()):
         raise DamagedError(f"{path / WEIGHTS}: {module} holds numbers that are not finite")
-    rank, told = pair["A"].shape[0], _number(module, config, path, "rank_pattern", "r", pair["A"].shape[0])
+    rank, told = pair["A"].shape[0], _number(module, config, path, "rank_pattern", "r")
     if told != rank:
         raise DamagedError(f"{path}: {module} has factors of rank {rank}, {CONFIG} says {told:g}; their scale is not known")
-    alpha = _number(module, config, path, "alpha_pattern", "lora_alpha", told)
-    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    return pair["A"], pair["B"] * scale
+    alpha = _number(module, config, path, "alpha_pattern", "lora_alpha")
+    B = pair["B"] * (alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+    if not bool(B.isfinite().all()):
+        raise DamagedError(f"{path / CONFIG}: lora_alpha of {module} is {alpha:g}, with which its factors are not finite")
+    return pair["A"], B
 
 
-def _number(module: str, config: Mapping[str, Any], path: Path, by_pattern: str, name: str, default: float) -> float:
+def _number(module: str, config: Mapping[str, Any], path: Path, by_pattern: str, name: str) -> float:
     """config[name], or the module's value in config[by_pattern], whose patterns match the end of its name as in PEFT."""
-    patterns, value = config.get(by_pattern) or {}, config.get(name) or default
-    for pattern, given in patterns.items() if isinstance(patterns, dict) else ():
-        if _matches(pattern, module, path, by_pattern):
+    patterns, value = config.get(by_pattern) or {}, config.get(name, DEFAULTS[name])
+    if not isinstance(patterns, dict):
+        raise DamagedError(f"{path / CONFIG}: {by_pattern} must be a table")
+    for pattern, given in patterns.items():
+        if _matches(pattern, module, path / CONFIG, by_pattern):
             value = given
             break
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise DamagedError(f"{path}: {name} of {module} must be a number")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST_NUMBER:
+        raise DamagedError(f"{path / CONFIG}: {name} of {module} must be a number")
     return float(value)
 
 

@@ -23,7 +23,7 @@ from lowq_cli.files.shapes import check_shapes
 from lowq_cli.files.source import CONFIG, DEMO, REPORT, Source, open_source
 from lowq_cli.files.storage import METHOD, method
 from lowq_cli.state import as_argument, user_path
-from lowq_packers.errors import DamagedError, LowqError, NotFoundError, SchemeError, UsageError
+from lowq_packers.errors import DamagedError, LowqError, NotFoundError, SchemeError, UsageError, naming
 from lowq_packers.layouts import DISK, PackedWeight, unpack
 from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor, plausible
@@ -215,7 +215,8 @@ def open_checkpoint(path: str | os.PathLike[str], more: str = "") -> Checkpoint:
         raise DamagedError(f"{folder}/config.json: quantization_config must be a table")
     names = [n.removesuffix(".weight") for n in source.headers if n.endswith(".weight")]
     try:
-        tensors = _tensors(source, expand_stored(q, names))
+        with naming(folder / CONFIG):
+            tensors = _tensors(source, expand_stored(q, names))
         check_shapes(source.config, {f"{t.name}.weight" if t.scheme else t.name: t.shape for t in tensors})
     except SchemeError as e:
         raise DamagedError(f"{folder}: {e}") from None

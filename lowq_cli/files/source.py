@@ -142,7 +142,8 @@ class Source:
         """Tokenizer and generation files to copy, sorted by name. Raises as `check_companions`."""
         if self.folder is None:
             return []
-        paths = {p for pattern in COMPANIONS for p in self.folder.glob(pattern) if p.exists() and not p.is_dir()}
+        paths = {p for pattern in COMPANIONS for p in self.folder.glob(pattern) if p.exists()}
+        paths = {p for p in paths if not p.is_dir() or p.suffix in (".json", ".jinja")}  # such a folder is in a file's place
         return check_companions(sorted(paths, key=lambda p: p.name))
 
     def companion_files(self) -> dict[str, bytes]:

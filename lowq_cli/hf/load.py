@@ -21,7 +21,7 @@ from lowq_cli.hf.skeleton import model_class
 from lowq_cli.hf.structure import check_affordable, check_plausible
 from lowq_cli.hf.swap import prepare, unprepared
 from lowq_kernels.dispatch import tuning
-from lowq_packers.errors import DamagedError, DoesNotFitError, UnsupportedError, UsageError, library_errors
+from lowq_packers.errors import DamagedError, DoesNotFitError, UnsupportedError, UsageError, library_errors, naming
 from lowq_packers.heads import is_head
 from lowq_packers.qtensor import check_fits, float_dtype
 
@@ -67,6 +67,7 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
     renamed = {"quantization_config": as_lowq(quantization)} if quantization and stored_by == FP8 else {}
     try:
         with (
+            naming(source.name),
             library_errors(DamagedError, f"{source.name} cannot be loaded as {cls.__name__}"),
             unprepared(),
             _silent(),

@@ -2,14 +2,19 @@
 
 from typing import Any
 
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lowq_cli.files.checked_view import only_its_files
+from lowq_cli.files.resolution import TOKENIZER
 from lowq_cli.files.source import Source
 from lowq_cli.files.templates import old_template
 from lowq_cli.files.tokenizer_growth import check_growth
 from lowq_cli.hf.chat_template import render
-from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError, is_no_refusal, no_panic, one_line
+from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError, is_no_refusal, no_panic, one_line
+from lowq_packers.regular import read_text
+
+FILES = ("tokenizer.json", TOKENIZER, "special_tokens_map.json", "added_tokens.json", "tokenizer.model", "vocab.json")
 
 
 def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
@@ -18,8 +23,9 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
     Raises NotFoundError if there is none, UnsupportedError if it is code, DamagedError if it cannot be read, and the errors of
     `check_growth`.
     """
+    named = _Named(source)
     try:  # trust_remote_code=False: without it transformers asks on stdin whether to run the folder's code
-        with only_its_files(source) as view, no_panic(f"the tokenizer of {source.name}"):
+        with only_its_files(source) as view, no_panic(named):
             tokenizer = AutoTokenizer.from_pretrained(str(view), local_files_only=True, trust_remote_code=False)
         tokenizer.name_or_path = str(source.folder)
     except Exception as e:  # tokenizer classes raise various errors for missing or damaged files
@@ -34,9 +40,11 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
             raise NotFoundError(
                 f"{source.name} has no tokenizer; copy tokenizer.json and tokenizer_config.json into {source.folder}"
             ) from e
-        raise DamagedError(f"the tokenizer of {source.name} cannot be read: {one_line(e)}") from e
+        raise DamagedError(f"{named} cannot be read: {one_line(e)}") from e
     if hasattr(tokenizer, "deprecation_warnings"):  # turns off the warning of long texts: callers check lengths
         tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
+    if not isinstance(tokenizer.model_max_length, int | float):  # any other value is an error at the first text
+        raise DamagedError(f"model_max_length in {source.name}/{TOKENIZER} must be a number")
     if tokenizer.is_fast:
         check_growth(tokenizer.backend_tokenizer, f"the tokenizer of {source.name}")
     if tokenizer.chat_template is None and source.folder is not None:
@@ -51,6 +59,24 @@ def is_its_backend(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the tokenizer's class encodes and decodes exactly like the tokenizers.Tokenizer in it."""
     calls = ("__call__", "_encode_plus", "decode", "_decode")
     return all(getattr(type(tokenizer), c) is getattr(PreTrainedTokenizerFast, c, None) for c in calls)
+
+
+class _Named:
+    """A source's tokenizer in messages, with the files that may be at fault, which are looked at when the text is needed."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def __str__(self) -> str:
+        folder = self.source.folder
+        names = [n for n in FILES if folder is not None and (folder / n).is_file()]
+        if folder is not None and FILES[0] in names:
+            try:
+                with no_panic(FILES[0]):
+                    Tokenizer.from_str(read_text(folder / FILES[0]))
+            except (LowqError, ValueError):
+                names = [FILES[0]]
+        return f"the tokenizer of {self.source.name}" + (f" ({', '.join(names)})" if names else "")
 
 
 class _InALine:

@@ -13,7 +13,7 @@ from lowq_cli.files.safetensors_io import read_json
 from lowq_cli.files.templates import chat_templates
 from lowq_cli.interop.gguf_file import INT32, STRING, Value, array, flag, text, u32
 from lowq_packers.atomic import write_whole
-from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError
+from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError, library_errors
 
 _SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 PRE_TOKENIZERS = {_SPLIT % "{1,3}": "llama-bpe", _SPLIT % "": "qwen2"}  # tokenizer.json's rule -> llama.cpp's name
@@ -27,11 +27,15 @@ def tokenizer_metadata(folder: Path, config: Mapping[str, Any], size: int) -> li
 
     Raises NotFoundError, DamagedError, and UnsupportedError for anything but byte-level BPE.
     """
+    from tokenizers import Tokenizer
+
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise NotFoundError(f"{folder} has no tokenizer.json, which a GGUF file must contain")
     content = read_json(path)
-    model = content.get("model") or {}
+    with library_errors(DamagedError, f"{path} is not a tokenizer"):  # the types of all fields
+        Tokenizer.from_str(json.dumps(content))
+    model = content["model"]
     if model.get("type") != "BPE" or model.get("byte_fallback") or not isinstance(model.get("vocab"), dict):
         raise UnsupportedError(
             f"its tokenizer is {model.get('type')} , not a byte-level BPE; convert it with llama.cpp's own script"
@@ -74,12 +78,16 @@ def _stops(folder: Path, config: Mapping[str, Any], own: int | None) -> list[int
     """The end tokens, the tokenizer's `own` first. Raises UnsupportedError for more tokens than GGUF has keys."""
     path = folder / "generation_config.json"
     ids = read_json(path).get("eos_token_id") if path.is_file() else None
+    path = folder / "config.json" if ids is None else path
     ids = config.get("eos_token_id") if ids is None else ids
-    stops = sorted(dict.fromkeys(ids if isinstance(ids, list) else [] if ids is None else [ids]), key=lambda i: i != own)
+    ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(type(i) is int for i in ids):
+        raise DamagedError(f"{path} has eos_token_id = {ids}, which are not token ids")
+    stops = sorted(dict.fromkeys(ids), key=lambda i: i != own)
     if len(stops) > len(STOPS):
         raise UnsupportedError(
             f"{len(stops)} tokens end its texts ({', '.join(map(str, stops))}), and GGUF names {len(STOPS)}: take those out of "
-            f"eos_token_id in {path if path.is_file() else folder / 'config.json'} that it can do without"
+            f"eos_token_id in {path} that it can do without"
         )
     return stops
 

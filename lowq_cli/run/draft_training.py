@@ -33,11 +33,12 @@ from lowq_cli.run.draft_training_plan import Training, held_out
 from lowq_cli.state import writing
 from lowq_kernels.modules.joined import weight_of
 from lowq_packers.atomic import sweep, write_whole
-from lowq_packers.errors import LowqError, UsageError
+from lowq_packers.errors import DamagedError, LowqError, UsageError, library_errors
 from lowq_packers.regular import opened, read_text
 
 RATE, WIDTH, WARM = 1e-3, 512, 100  # Adam's learning rate at WIDTH (inversely proportional to the width), and warm-up steps
 MOST_RATE = 2e-3
+MOMENTS = ("exp_avg", "exp_avg_sq")  # what Adam keeps of each weight
 SAVE_S = 60.0  # seconds between two checkpoints of the training state
 
 
@@ -252,7 +253,7 @@ def _facts(of: Training) -> str:
 def _save(of: Training, learner: Learner, adam: Any, step: int, losses: list[torch.Tensor]) -> None:
     held = {f"w/{n}": p.detach() for n, p in learner.weights.items()} | {"losses": torch.stack(losses)}
     for n, p in learner.weights.items():
-        held |= {f"{k}/{n}": adam.state[p][k] for k in ("exp_avg", "exp_avg_sq")}
+        held |= {f"{k}/{n}": adam.state[p][k] for k in MOMENTS}
     with writing(of.out / HEAD_STATE):
         write_whole(
             of.out / HEAD_STATE,
@@ -265,20 +266,22 @@ def _resumed(of: Training, learner: Learner, adam: Any) -> tuple[int, list[torch
     from safetensors import safe_open
 
     path = of.out / HEAD_STATE
-    if not path.is_file():
+    if not path.exists():
         return 0, []
-    with opened(path) as name:
+    expected = {f"{k}/{n}": (p.shape, p.dtype) for n, p in learner.weights.items() for k in ("w", *MOMENTS)}
+    with library_errors(DamagedError, f"{path} cannot be read; remove it to train from the beginning"), opened(path) as name:
         with safe_open(name, framework="pt") as file:
             notes = file.metadata() or {}
         if notes.get("run") != _facts(of):
             return 0, []
-        held = load_file(name, device=str(of.device))
+        held, step = load_file(name, device=str(of.device)), int(notes["step"])
+        losses = [*held.pop("losses")]
+    if {n: (t.shape, t.dtype) for n, t in held.items()} != expected or not 0 < step <= of.steps or not losses:
+        raise DamagedError(f"{path} does not hold the state of this training; remove it to train from the beginning")
     for n, p in learner.weights.items():
         p.data.copy_(held[f"w/{n}"])
-        adam.state[p] = {k: held[f"{k}/{n}"].clone() for k in ("exp_avg", "exp_avg_sq")} | {
-            "step": torch.tensor(float(notes["step"]))
-        }
-    return int(notes["step"]), [*held["losses"]]
+        adam.state[p] = {k: held[f"{k}/{n}"].clone() for k in MOMENTS} | {"step": torch.tensor(float(step))}
+    return step, losses
 
 
 def _write(of: Training, learner: Learner, ids: torch.Tensor, result: Trained) -> None:

@@ -76,6 +76,8 @@ def _text(raw: Mapping[str, Any], family: Family, tensors: int) -> Config:
     for name, value in fields.items():
         if name in SIZES and (type(value) is not (float if name == "rms_norm_eps" else int) or value <= 0):
             raise NotPlain(f"config.json has no {name}")
+        if isinstance(family.filled.get(name), bool) and isinstance(value, str | list | Mapping):  # true, as Python reads it
+            raise NotPlain(f"config.json has {name} = {value!r:.80}")
     if fields["num_hidden_layers"] > tensors:
         raise NotPlain("config.json has more layers than the files have tensors")
     if fields.get("is_causal") is False or fields.get("use_bidirectional_attention") is True:

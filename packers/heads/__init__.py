@@ -10,7 +10,7 @@ from typing import Any
 
 from lowq_packers.arch.common import NotDescribed
 from lowq_packers.arch.config import NotPlain
-from lowq_packers.errors import UnsupportedError
+from lowq_packers.errors import DamagedError, UnsupportedError
 from lowq_packers.heads import assistant, block, eagle3, mtp
 from lowq_packers.heads.parts import Read, Shapes, Target
 
@@ -60,5 +60,7 @@ def read_head(config: Mapping[str, Any], shapes: Shapes, target: Target) -> Read
             return block.read(config, shapes, target, "DSpark" if projector == "dspark" else kind)
     except (NotDescribed, NotPlain) as e:
         raise UnsupportedError(f"this draft head is not supported: {e}") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as e:
+        raise DamagedError(f"config.json of the draft head has a field of another type ({type(e).__name__}: {e})") from e
     kind = next((OTHERS[n] for n in names if n in OTHERS), " or ".join(given) or "unnamed")
     raise UnsupportedError(f"draft heads of the kind {kind} are not supported; supported: {KINDS}")

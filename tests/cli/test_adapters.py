@@ -5,7 +5,7 @@ import json
 import forking
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import lowq
 from lowq_cli.engine import stream
@@ -132,12 +132,44 @@ def test_adapters_other_than_plain_lora_are_refused(tmp_path, config, line):
         ({"alpha_pattern": {"(": 1}}, "no pattern"),
         ({"alpha_pattern": {"(a+)+$": 1}}, "repeats too much"),
         ({"rank_pattern": {".*" * 9 + "x": 1}}, "repeats too much"),
+        ({"rank_pattern": [8]}, r"adapter_config\.json: rank_pattern must be a table"),
+        ({"r": None}, r"adapter_config\.json: r of .* must be a number"),
+        ({"lora_alpha": 10**400}, "must be a number"),
+        ({"lora_alpha": 9e29, "alpha_pattern": {"q_proj": 1e300}}, "must be a number"),
+        ({"use_rslora": "false"}, r"adapter_config\.json: use_rslora must be true or false"),
     ],
     ids=str,
 )
 def test_an_adapter_whose_scale_cannot_be_known_is_refused(tmp_path, config, line):
     with pytest.raises((DamagedError, UnsupportedError), match=line):
         read_adapter(write(tmp_path / "a", 1, rank=4, layers=("0",), **config))
+
+
+def test_fields_that_an_adapter_lacks_are_pefts_defaults(tmp_path):
+    """A missing lora_alpha had been read as the rank."""
+    folders = [write(tmp_path / name, 1, rank=4, layers=("0",), lora_alpha=8) for name in "ab"]
+    (folders[1] / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
+    given, default = (read_adapter(f).factors for f in folders)
+    assert all(torch.equal(B, default[name][1]) for name, (_, B) in given.items())
+    (folders[1] / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(DamagedError, match=r"rank 4, adapter_config\.json says 8"):
+        read_adapter(folders[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (lambda t: t.int(), "is I32; an adapter holds F64, F32, F16, BF16"),
+        (lambda t: t * torch.inf, "numbers that are not finite"),
+        (lambda t: t * 1e38, "with which its factors are not finite"),
+    ],
+)
+def test_factors_that_are_no_finite_numbers_are_refused(tmp_path, change, line):
+    folder = write(tmp_path / "a", 1, rank=4, layers=("0",), lora_alpha=1e6)
+    weights = folder / "adapter_model.safetensors"
+    save_file({name: change(t) for name, t in load_file(weights).items()}, weights)
+    with pytest.raises((DamagedError, UnsupportedError), match=line):
+        read_adapter(folder)
 
 
 def test_a_rank_may_be_that_of_a_pattern(tmp_path):

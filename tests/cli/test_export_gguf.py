@@ -211,6 +211,28 @@ def test_tokenizers_that_it_would_split_otherwise_are_refused(demo4, tmp_path):
         export(tmp_path / "m", "gguf", tmp_path / "m.gguf")
 
 
+@pytest.mark.parametrize(
+    ("file", "change", "line"),
+    [
+        ("tokenizer.json", lambda c: c["model"]["vocab"].update(a="x"), "tokenizer.json is not a tokenizer"),
+        ("tokenizer.json", lambda c: c.update(added_tokens=[{"id": 1}]), "tokenizer.json is not a tokenizer"),
+        (
+            "generation_config.json",
+            lambda c: c.update(eos_token_id=[[1]]),
+            r"generation_config.json has eos_token_id = \[\[1\]\]",
+        ),
+    ],
+)
+def test_tokens_of_other_types_are_refused(demo4, tmp_path, file, change, line):
+    path = shutil.copytree(demo4, tmp_path / "m") / file
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(DamagedError, match=line):
+        export(tmp_path / "m", "gguf", tmp_path / "m.gguf")
+    assert not (tmp_path / "m.gguf").exists()
+
+
 def test_an_existing_file_is_not_overwritten(demo4, tmp_path):
     (tmp_path / "m.gguf").write_text("data")
     with pytest.raises(UsageError, match="is there already"):

@@ -46,8 +46,8 @@ def test_loads_the_demo_in_its_own_dtype():
     assert tokenizer.decode(tokenizer("Once upon a time").input_ids, skip_special_tokens=True).strip() == "Once upon a time"
 
 
-def _edit(folder, **changes):
-    path = folder / "config.json"
+def _edit(folder, file="config.json", **changes):
+    path = folder / file
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
@@ -56,13 +56,47 @@ def _truncate(folder):
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def _as_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
 BAD = {
     "no weights": (lambda f: (f / "model.safetensors").unlink(), NotFoundError, "holds no"),
     "truncated": (_truncate, DamagedError, "truncated"),
     "no config": (lambda f: (f / "config.json").unlink(), NotFoundError, "no config.json"),
     "config is no JSON": (lambda f: (f / "config.json").write_text("{"), DamagedError, "valid JSON"),
     "no tokenizer": (lambda f: [p.unlink() for p in f.glob("tokenizer*")], NotFoundError, "has no tokenizer"),
-    "tokenizer is no JSON": (lambda f: (f / "tokenizer.json").write_text("{"), DamagedError, "tokenizer of .* cannot be read"),
+    "tokenizer is no JSON": (
+        lambda f: (f / "tokenizer.json").write_text("{"),
+        DamagedError,
+        r"tokenizer of .*\(tokenizer.json\)",
+    ),
+    "a token without text": (
+        lambda f: _edit(f, "tokenizer.json", added_tokens=[{"id": "x"}]),
+        DamagedError,
+        r"tokenizer of .*\(tokenizer.json\)",
+    ),
+    "a token that is a number": (
+        lambda f: _edit(f, "tokenizer_config.json", eos_token=5),
+        DamagedError,
+        r"\(tokenizer.json, tokenizer_config.json\) cannot be read",
+    ),
+    "a word for the longest text": (
+        lambda f: _edit(f, "tokenizer_config.json", model_max_length="x"),
+        DamagedError,
+        "model_max_length in .*tokenizer_config.json must be a number",
+    ),
+    "settings that are no table": (
+        lambda f: (f / "generation_config.json").write_text("NaN"),
+        DamagedError,
+        "generation_config.json must hold a JSON object",
+    ),
+    "settings that are a folder": (
+        lambda f: _as_folder(f / "generation_config.json"),
+        DamagedError,
+        "generation_config.json is not a regular file",
+    ),
     "unknown family": (lambda f: _edit(f, model_type="nonsense"), UnsupportedError, "'nonsense'"),
     "no text model": (lambda f: _edit(f, architectures=["LlamaModel"]), UnsupportedError, "generates no text"),
     "packing not declared": (lambda f: _edit(f, quantization_config=None), UnsupportedError, "does not say what its codes"),

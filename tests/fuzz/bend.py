@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -37,13 +38,13 @@ def bend(model: Path, out: Path, rng: Random) -> dict[str, Any]:
     kind = rng.choice(("config", "config", "config", "header", "header", "tensor", "bytes", "file"))
     if kind == "config":
         path = rng.choice([out / "config.json", out / "config.json", *files])
-        return {"kind": kind, "file": path.name, **_json(path, rng)}
+        return {"kind": kind, "file": path.name, **bent_field(path, rng)}
     weights = rng.choice(sorted(out.glob("*.safetensors")))
     if kind == "file":
         return {"kind": kind, **_whole_file(rng.choice([weights, out / "config.json"]), rng)}
     if kind == "bytes":
-        return {"kind": "values" if (at := _flip(weights, rng)) >= 0 else "header", "at": at}
-    return {"kind": kind, **_header(weights, rng, kind == "tensor")}
+        return {"kind": "values" if (at := bent_bits(weights, rng)) >= 0 else "header", "at": at}
+    return {"kind": kind, **bent_header(weights, rng, kind == "tensor")}
 
 
 def mend(model: Path, out: Path) -> None:
@@ -69,7 +70,8 @@ def _places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return result
 
 
-def _json(path: Path, rng: Random) -> dict[str, Any]:
+def bent_field(path: Path, rng: Random, more: Sequence[Any] = ()) -> dict[str, Any]:
+    """Set, drop, add or swap a field of a JSON file. more: values besides ODD."""
     value = json.loads(path.read_text())
     places = _places(value)
     quantization = [p for p in places if str(p[0]).startswith(("quantiz", "compress"))]
@@ -78,7 +80,7 @@ def _json(path: Path, rng: Random) -> dict[str, Any]:
     for key in where[:-1]:
         table = table[key]
     how = rng.choice(("set", "set", "set", "near", "drop", "add", "swap"))
-    odd = copy.deepcopy(rng.choice(ODD))
+    odd = copy.deepcopy(rng.choice([*ODD, *more]))
     if how == "near" and isinstance(table[where[-1]], int):
         odd = table[where[-1]] + rng.choice((-1, 1, table[where[-1]], -2 * table[where[-1]]))
     if how == "drop":
@@ -123,7 +125,7 @@ def _whole_file(path: Path, rng: Random) -> dict[str, Any]:
     return {"file": path.name, "how": how}
 
 
-def _flip(path: Path, rng: Random) -> int:
+def bent_bits(path: Path, rng: Random) -> int:
     """Flip a bit; its place behind the header, or a negative number within it."""
     raw = bytearray(path.read_bytes())
     header = 8 + struct.unpack("<Q", raw[:8])[0]
@@ -133,7 +135,7 @@ def _flip(path: Path, rng: Random) -> int:
     return at - header
 
 
-def _header(path: Path, rng: Random, whole: bool) -> dict[str, Any]:
+def bent_header(path: Path, rng: Random, whole: bool) -> dict[str, Any]:
     """Bend an entry of a safetensors header (or, with `whole`, take tensors out, rename or add them, data and all)."""
     raw = path.read_bytes()
     length = struct.unpack("<Q", raw[:8])[0]

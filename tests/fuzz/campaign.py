@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from bend import bend
+from companions import COMPANIONS, Companions
 from judge import judge
 from kills import SLOW, Command, begin, calls_of, commands, differences, files, side_by_side, source_changed, tried
 from valid import SIZES, Valid, all_valid, dense, second_of_each
@@ -28,6 +29,7 @@ from lowq_packers.atomic import write_whole
 
 FOUND = Path(__file__).with_name("found.json")  # bends that failed once: [seed, format, whether the second file of it]
 KILL_SHARE = 0.5  # of the time
+COMPANION_SHARE = 20  # one of so many bends alters a file next to weights: a command takes 20 times as long as a read
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 12
 
 
@@ -37,8 +39,6 @@ class Ground:
     def __init__(self, folder: Path, slow: bool = True) -> None:
         self.slow = slow
         torch.set_num_threads(1)
-        if slow:
-            native.library()  # compiled once for this user, not into the caches below, where a command would leave it
         os.environ["XDG_CACHE_HOME"], os.environ["XDG_STATE_HOME"] = str(folder / "cache"), str(folder / "state")
         (folder / "valid").mkdir(parents=True)
         self.folder, self.bent, self.out = folder, folder / "bent", folder / "kills"
@@ -55,11 +55,17 @@ class Ground:
         facts = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "!"}
         (self.paths["speaking"] / "tokenizer_config.json").write_text(json.dumps(facts))
         self.paths["deep"] = dense(folder / "deep", SIZES | {"num_hidden_layers": 3})  # a draft head reads three layers
+        self.beside: Companions | None = None
         self.commands: list[Command] = []
         self.wanted: dict[str, tuple[dict[str, bytes], int]] = {}
 
     def bends(self, seed: int, only: str | None = None, second: bool | None = None) -> tuple[str, dict[str, Any], Any]:
-        """The bend of one seed: format, what was bent, verdict. second: of the other file of a format; half of them are."""
+        """The bend of one seed: format, what was bent, verdict. second: of the other file of a format; half of them are.
+
+        only: the format, or the name of a file next to weights, as which `companions` reports.
+        """
+        if only in COMPANIONS:
+            return self.companions(seed)
         rng = Random(seed)
         rng.choice(range(10))  # once the format, of ten: the bends of found.json come behind it
         name = only or Random(f"format {seed}").choice(self.valid).format
@@ -68,6 +74,11 @@ class Ground:
             valid = self.second[valid.format]
         what, model = self.bend(valid, rng)
         return valid.format, what, judge(valid, model)
+
+    def companions(self, seed: int) -> tuple[str, dict[str, Any], Any]:
+        """The alteration of a file next to weights by one seed: its name, how, and the verdict on a command that reads it."""
+        self.beside = self.beside or Companions(self.folder / "companions")
+        return self.beside.bend(seed)
 
     def bend(self, valid: Valid, rng: Random) -> tuple[dict[str, Any], Path]:
         """The alteration of a copy of a valid file, and the copy."""
@@ -178,6 +189,8 @@ def alone(seconds: float, bends: int, kills: int, first: int, out: Path) -> int:
     killed: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     memory = Path("/dev/shm")  # where deleting a file takes no time: half of all otherwise
     with tempfile.TemporaryDirectory(prefix="lowq-fuzz-", dir=memory if memory.is_dir() else None) as folder:
+        if kills or bends >= COMPANION_SHARE:
+            native.library()  # compiled once for this user, not into the caches of Ground, where a command would leave it
         ground = Ground(Path(folder) / "ground", slow=kills > 0)
         done = [0, 0]
         spent = [0.0, 0.0]
@@ -192,7 +205,8 @@ def alone(seconds: float, bends: int, kills: int, first: int, out: Path) -> int:
                     killed[name]["faults"] += 1
                     faults.append({"kill": first + done[1], "fault": output})
             else:
-                name, what, verdict = ground.bends(first + done[0])
+                altered = ground.companions if done[0] % COMPANION_SHARE == COMPANION_SHARE - 1 else ground.bends
+                name, what, verdict = altered(first + done[0])
                 row = bent[name]
                 row["bent"] += 1
                 row["accepted"] += verdict.accepted

@@ -164,6 +164,19 @@ def drafted(model: Path, text: Path, out: Path, save_s: float) -> None:
             pass
 
 
+def unfinished(model: Path, text: Path, out: Path) -> None:
+    """The folder of a training of `drafted` that ended after its first saved state."""
+    from lowq_cli.files.source import HEAD_STATE
+    from lowq_cli.run.draft_training import train
+    from lowq_cli.run.draft_training_plan import plan_training
+
+    with small(False):
+        steps = train(*plan_training(str(model), str(out), 256, str(text), None, 0, "cpu"), save_s=0.0)
+        while not (out / HEAD_STATE).exists():
+            next(steps)
+        steps.close()
+
+
 def requested(folder: Path) -> None:
     """The requests that `answered` reads."""
     (folder / "out").mkdir()
@@ -202,7 +215,7 @@ def entries() -> list[Any]:
     from lowq_kernels.dispatch.tuning_file import Entry
 
     return [
-        Entry(4, 32, "none", "bfloat16", 128, 128, M, "rowstream", "reference", {}, 10.0 * M, "0" * 12, ()) for M in (1, 2, 4)
+        Entry(4, 32, "none", "bfloat16", "rowstream", 128, 128, M, "reference", {}, 10.0 * M, "0" * 12, ()) for M in (1, 2, 4)
     ]
 
 

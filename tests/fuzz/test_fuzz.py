@@ -43,6 +43,16 @@ def test_a_bent_file_is_refused_in_a_line_or_read_as_its_own_reader_reads_it(gro
     assert 0 < accepted < BENDS
 
 
+@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 1000), marks=pytest.mark.more)], ids=["few", "many"])
+def test_an_altered_file_next_to_weights_is_named_in_a_line_or_changes_nothing_unseen(ground, seeds):
+    accepted = 0
+    for seed in seeds:
+        file, what, verdict = ground.companions(seed)
+        assert not verdict.fault, f"seed {seed}, {file}: {what}"
+        accepted += verdict.accepted
+    assert 0 < accepted < len(seeds)
+
+
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 @given(which=st.integers(0, 999), draws=st.randoms(use_true_random=False))
 def test_files_altered_by_hypothesis_are_refused_or_read(ground, which, draws):

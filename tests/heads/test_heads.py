@@ -323,6 +323,8 @@ REFUSED = {  # what is done to a sound folder -> a part of the line that refuses
     "layers that are not there": (lambda t, c: c.update({IDS: [2, 3, 99]}), "reads layers [2, 3, 99] of a model that has 6"),
     "four layers, product of three": (lambda t, c: c.update({IDS: [1, 2, 3, 4]}), "fc reads 3 layers, config.json names 4"),
     "layers that are words": (lambda t, c: c.update({IDS: ["a", 2, 3]}), "which are not indices of layers"),
+    "layers that are a number": (lambda t, c: c.update({IDS: 3}), "a field of another type"),
+    "a bias that is a list": (lambda t, c: c.update(mlp_bias=[]), "mlp_bias = []"),
     "draft_vocab_size of another": (lambda t, c: c.update(draft_vocab_size=40), "says draft_vocab_size = 40"),
 }  # fmt: skip
 KINDS = {
@@ -345,6 +347,7 @@ def test_a_head_that_is_not_whole_is_refused_in_a_line(what, llama, tmp_path):
     with pytest.raises((UnsupportedError, DamagedError)) as refused:
         heads.load(str(pub.written(tmp_path / "head", config, tensors)), llama[1])
     assert line in str(refused.value)
+    assert str(tmp_path / "head") in str(refused.value)
     assert "\n" not in str(refused.value)
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -27,7 +28,7 @@ from lowq_cli.main import app
 from lowq_cli.run import draft_training as training
 from lowq_cli.run.draft_head import GUESSES, Learner, attended, loss_of, right, sizes
 from lowq_cli.run.draft_training_plan import plan_training
-from lowq_packers.errors import UsageError
+from lowq_packers.errors import DamagedError, UsageError
 
 J, WORDS = GUESSES["eagle3"], 8192
 
@@ -161,6 +162,28 @@ def test_a_folder_that_another_process_trains_into_is_refused(folder, tmp_path):
         done(training.train(*of))
     run.close()
     assert done(training.train(*of)).steps == of[0].steps
+
+
+def _shorter(state):
+    tensors = load_file(state)
+    name = next(n for n in tensors if n.startswith("w/"))
+    with safe_open(state, "pt") as file:
+        facts = file.metadata()
+    save_file(tensors | {name: tensors[name][:1].clone()}, state, facts)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda f: f.write_bytes(f.read_bytes()[:-9]), lambda f: f.write_bytes(b""), _shorter],
+    ids=["cut", "empty", "shape"],
+)
+def test_a_damaged_state_is_named(damage, folder, tmp_path):
+    run = training.train(*planned(folder, tmp_path / "head"), save_s=0.0)
+    list(islice(run, 2))
+    run.close()
+    damage(tmp_path / "head" / HEAD_STATE)
+    with pytest.raises(DamagedError, match=rf"{HEAD_STATE} .*remove it to train from the beginning"):
+        done(training.train(*planned(folder, tmp_path / "head")))
 
 
 def test_a_run_that_ends_before_its_first_file_leaves_no_folder(folder, tmp_path):
