@@ -116,7 +116,7 @@ class library_errors:  # a class, as `no_panic`
 
 
 class naming:  # a class, as `no_panic`
-    """Put a file's or folder's name in front of the message of a LowqError that does not have it."""
+    """Put a file's or folder's name in front of the message of a LowqError that does not have it; "" names none."""
 
     def __init__(self, where: object) -> None:
         self.where = where

@@ -1,5 +1,6 @@
 """From a prompt to its generation: encode texts to tokens that fit the model, and choose the fastest decoder for it."""
 
+import json
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -219,10 +220,7 @@ def encode_messages(
     """
     if not getattr(tokenizer, "chat_template", None):
         raise UsageError("this model has no chat template; leave --chat out and give a text to continue")
-    for message in messages:
-        content = message["content"]
-        for part in [content] if isinstance(content, str) else [p["text"] for p in content if "text" in p]:
-            check_characters(part)
+    check_characters(json.dumps(messages, ensure_ascii=False))  # a template may write any field of a message
     if think is False and not shown[1]:
         template = _template(tokenizer)
         how: dict[str, Any] = {"add_generation_prompt": True, "tokenize": False, "return_dict": False}

@@ -110,6 +110,8 @@ def _check_special(folder: Path, facts: Mapping[str, Any], head: Mapping[str, An
         raise NotPlain("added tokens that tokenizer.json does not have")
     extra = facts.get("extra_special_tokens") or facts.get("additional_special_tokens") or []
     names = [v for k, v in facts.items() if k.endswith("_token") and v is not None and not isinstance(v, bool)]
+    if any(isinstance(facts.get(n), bool) for n in NAMED):
+        raise NotPlain("special tokens that are not texts")
     known = isinstance(extra, list) and {_spelled(t) for t in [*extra, *names]} <= special
     if not known or facts.get("split_special_tokens"):
         raise NotPlain("special tokens that tokenizer.json does not have")

@@ -25,7 +25,7 @@ from lowq_cli import quantizers, recipes
 from lowq_cli.plan import values
 from lowq_cli.plan.table_formats import PLACED, TABLE_FORMATS, TableFormat
 from lowq_cli.plan.values import Group, Keep, Override, spelled
-from lowq_packers.errors import NotFoundError, UsageError
+from lowq_packers.errors import NotFoundError, UsageError, naming
 from lowq_packers.regular import MAX_CONFIG, read_given
 from lowq_packers.scheme import ACTS, BITS, BLOCKS, DEFAULT_BLOCK, ZERO_KINDS, Act, Scheme, ZeroKind
 
@@ -309,10 +309,11 @@ def make_recipe(file: str | Path | None = None, **flags: Any) -> Recipe:
     values.check_keys(given, names, f"recipe {file}")
     values.check_keys(flags, names, "recipe")
     table: dict[str, Any] = {}
-    for source in (given, flags):
+    for source, where in ((given, f"recipe {file}"), (flags, "")):
         for name, value in source.items():
             if value is not None:
-                read = READ[name](value) if name in READ else value
+                with naming(where):
+                    read = READ[name](value) if name in READ else value
                 table[name] = (*table.get(name, ()), *read) if name in ADDED else read
     if table.get("format") == "fp8":
         _check_fp8(table)
@@ -321,7 +322,8 @@ def make_recipe(file: str | Path | None = None, **flags: Any) -> Recipe:
     chosen = [f"--{name.replace('_', '-')}" for name in BUDGETS if table.get(name)]
     if "bits" in table and chosen:
         raise UsageError(f"{chosen[0]} chooses the bits of every weight; leave --bits out, or name its choices with --widths")
-    return in_its_format(Recipe(**table), table.keys())
+    with naming(f"recipe {file}" if given and not any(flags.values()) else ""):
+        return in_its_format(Recipe(**table), table.keys())
 
 
 def in_its_format(recipe: Recipe, given: Collection[str] | None = None) -> Recipe:

@@ -136,7 +136,7 @@ def read_config(path: Path) -> Config:
             raise UsageError(f'{where} needs a path, such as path = "/srv/models/{name}"')
         _check(given, TYPES, where)
         models[name] = _offer(name, given, where, path.parent)
-        if given["path"] in table["models"] and not models[name].folder.exists():
+        if given["path"] in table["models"] and not _exists(models[name].folder, where):
             raise UsageError(f'{where}: path = {given["path"]} is a model of this file; write aliases = ["{name}"] there')
     names = Counter(n for o in models.values() for n in (o.name, *o.others))
     if twice := next((n for n, times in names.items() if times > 1 or not n.strip()), None):
@@ -186,8 +186,21 @@ def _offer(name: str, given: Mapping[str, Any], where: str, folder: Path) -> Off
     local = _in_folder(folder, path)
     alive = None if "keep_alive" not in given else seconds(given["keep_alive"], f"{where}: keep_alive")
     return Offer(
-        name, str(local) if local.exists() else path, how, given.get("pin", False), alive, draw, tuple(given.get("aliases", ()))
+        name,
+        str(local) if _exists(local, where) else path,
+        how,
+        given.get("pin", False),
+        alive,
+        draw,
+        tuple(given.get("aliases", ())),
     )
+
+
+def _exists(path: Path, where: str) -> bool:
+    try:
+        return path.exists()
+    except OSError as e:  # a name that is too long, or a folder that this user may not read
+        raise UsageError(f"{where}: {str(path)[:80]}: {e.strerror}") from None
 
 
 def _in_folder(folder: Path, name: str) -> Path:

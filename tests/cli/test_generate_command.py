@@ -177,6 +177,7 @@ def test_prompts_may_be_messages(run, talking):
         ([{"role": "user"}], "messages must be"),
         ([{"role": "user", "content": ["x"]}], "messages must be"),
         ([{"role": "user", "content": "\ud800"}], "prompt 1 of 1: the prompt is not UTF-8"),
+        ([{"role": "\ud800", "content": "x"}], "prompt 1 of 1: the prompt is not UTF-8"),
     ],
 )
 def test_invalid_messages_are_refused_in_one_line(run, talking, messages, said):

@@ -85,6 +85,12 @@ def test_bad_recipe_files(tmp_path):
     (tmp_path / "r.toml").write_text("bitz = 4")
     with pytest.raises(UsageError, match="did you mean 'bits'"):
         make_recipe(tmp_path / "r.toml")
+    for text in ("bits = 5", 'group = "x"', "lm_head = []"):
+        (tmp_path / "r.toml").write_text(text)
+        with pytest.raises(UsageError, match=r"^recipe .*r\.toml: "):
+            make_recipe(tmp_path / "r.toml")
+    with pytest.raises(UsageError, match=r"^group 24 is"):
+        make_recipe("small", group=24)
     with pytest.raises(NotFoundError):
         make_recipe(tmp_path / "none.toml")
 

@@ -1,4 +1,4 @@
-"""Files next to weights, altered at random, and the commands that read them: tokenizers, templates, adapters, draft heads.
+"""Files next to weights, altered at random, and the commands that read them: tokenizers, templates, adapters, recipes.
 
 A command ends in one line that names the file or its folder, with an exit code, and leaves nothing behind; or it ends well.
 Then a tokenizer has the ids that transformers reads, and a head or a table of measurements changes no text.
@@ -7,6 +7,7 @@ Then a tokenizer has the ids that transformers reads, and a head or a table of m
 import contextlib
 import io
 import json
+import re
 import shutil
 import signal
 import time
@@ -24,11 +25,14 @@ from kills import drafted, entries, unfinished
 from valid import SIZES, dense
 
 from lowq_cli import console, main
+from lowq_cli.serving.catalog import read_config
 from lowq_packers.errors import LowqError
 
 MORE = (10**400, float("nan"), float("inf"), "\ud800")  # which JSON of Python holds
 SLOW = 5.0  # seconds of processor time
 SECONDS = 30  # after so many a command has hung
+# in lines that name no file: of a template, finite factors that are very large, a recipe's pattern, prompts, a model type
+ENOUGH = ("chat template", "output is NaN", "matches no weight", "prompt ", "upgrade transformers")
 OURS = "internal error"  # in the line about a mistake of ours
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -67,6 +71,20 @@ WAYS: dict[str, Callable[[bytes, Random], bytes]] = {
 }
 
 OF_TEXT = ("cut", "empty", "noise", "no UTF-8")  # those that are no JSON
+GIVEN = {  # files that are named on the command line
+    "recipe.toml": (
+        'bits = 4\ngroup = 32\nmethod = "rtn"\nlm_head = 8\nskip = ["layers.0"]\n\n[overrides]\n"*.down_proj" = "8:32"\n'
+    ),
+    "models.toml": (
+        'default = "a"\nmemory = "1GB"\nkeep_alive = "5m"\n\n[models.a]\npath = "packed"\naliases = ["b"]\ndraft = "none"\n'
+    ),
+    "prompts.jsonl": '{"prompt": "Once"}\n{"messages": [{"role": "user", "content": "Who?"}]}\n"upon"\n',
+}
+VALUE = re.compile(r'(?<=[=:] )("[^"\n]*"|[\w.+-]+)|(?<=\[)"[^"\n]*"')  # of TOML and JSON
+LITERALS = (
+    *('""', '"x"', "-1", "0", "3", "1e400", "nan", "inf", "[]", "{}", "true", "null", "1979-05-27", "[[[]]]", "9" * 400),
+    *('"\\u0000"', '"\\ud800"', f'"{"a" * 3000}"', '"../x"', '"(a+)+$"', "0.5", "["),
+)
 
 
 @dataclass(frozen=True)
@@ -85,6 +103,7 @@ def uses(bent: Path, text: Path) -> dict[str, Use]:
     greedy = ("--prompt", "Once upon a", "--temperature", "0", *some)
     quantized = ("--method", "gptq", "--calib", str(text), "--calib-tokens", "4096", "--bits", "4", "--group", "32")
     tables = ("lowq_tune.json", "lowq_report.json")
+    index = ("model.safetensors.index.json",)
     head = ("config.json", "model.safetensors", "lowq_draft.json")
     return {
         "generate": Use("packed", (*OF_MODEL, *tables, "config.json"), ("generate", packed, *greedy), tables),
@@ -108,6 +127,16 @@ def uses(bent: Path, text: Path) -> dict[str, Use]:
         "serve --lora": Use(
             "adapter", ("adapter_config.json", "adapter_model.safetensors"), ("serve", packed, str(bent / "adapter"))
         ),
+        "generate, shards": Use("shards", index, ("generate", str(bent / "shards"), *greedy), index),
+        "generate --prompts": Use(
+            "given", ("prompts.jsonl",), ("generate", packed, "--prompts", str(bent / "given" / "prompts.jsonl"), *some)
+        ),
+        "quantize --recipe": Use(
+            "given",
+            ("recipe.toml",),
+            ("quantize", str(bent / "dense"), "--recipe", str(bent / "given" / "recipe.toml"), "--out", str(bent / "out")),
+        ),
+        "serve --config": Use("given", ("models.toml",), ("config", str(bent / "given" / "models.toml"))),
         "draft train": Use("state", ("lowq-draft-state.safetensors",), ("draft", str(bent / "dense"), str(bent / "state"))),
     }
 
@@ -160,7 +189,7 @@ class Companions:
             fault = f"exit code {code}: {err.strip()[-300:]}"
         elif code and len(lines) != 1:
             fault = f"{len(lines)} lines about an error: {err[-300:]}"
-        elif code and not any(name in lines[0] for name in (file, str(self.bent / use.folder), "chat template")):
+        elif code and not any(name in lines[0] for name in (file, str(self.bent / use.folder), *ENOUGH)):
             fault = f"the line names no file: {lines[0]}"
         elif code and left:
             fault = f"left {left[0]}"
@@ -179,6 +208,8 @@ class Companions:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), _ended():
             if use.words[0] == "serve":
                 code = _coded(lambda: _loaded(*use.words[1:]))
+            elif use.words[0] == "config":
+                code = _coded(lambda: read_config(Path(use.words[1])))
             elif use.words[0] == "draft":
                 code = _coded(lambda: drafted(Path(use.words[1]), self.text, Path(use.words[2]), 60.0))
             else:
@@ -215,7 +246,11 @@ def _make(folder: Path, text: Path) -> None:
     (model / "tokenizer_config.json").write_text(json.dumps(SETTINGS))
     (model / "generation_config.json").write_text(json.dumps(SAMPLING))
     quantize(model, packed, bits=4, group=32, method="rtn", zero="none", lm_head="keep")
+    quantize(model, folder / "shards", bits=4, group=32, method="rtn", lm_head="keep", shard_size=40_000)
     save(packed, torch.device("cpu"), entries())
+    (folder / "given").mkdir()
+    for name, content in GIVEN.items():
+        (folder / "given" / name).write_text(content)
     adapter.mkdir()
     rng, factors = torch.Generator().manual_seed(0), {}
     for module in (f"base_model.model.model.layers.{i}.{n}" for i in range(3) for n in ("self_attn.q_proj", "mlp.down_proj")):
@@ -229,14 +264,20 @@ def _make(folder: Path, text: Path) -> None:
 
 def _alter(path: Path, rng: Random) -> dict[str, Any]:
     """Alter a file: as a whole, or a field, a tensor, or bits of it. How."""
+    words = path.name in (*GIVEN, "chat_template.jinja")
     if path.suffix == ".jinja" or rng.random() < 0.4:
-        how = rng.choice([*(OF_TEXT if path.suffix == ".jinja" else WAYS), "a folder"])
+        how = rng.choice([*(OF_TEXT if words else WAYS), "a folder"])
         if how == "a folder":
             path.unlink()
             path.mkdir()
         else:
             path.write_bytes(WAYS[how](path.read_bytes(), rng))
         return {"file": path.name, "how": how}
+    if words:
+        content = path.read_text()
+        place, literal = rng.choice([*VALUE.finditer(content)]).span(), rng.choice(LITERALS)
+        path.write_text(content[: place[0]] + literal + content[place[1] :])
+        return {"file": path.name, "place": place, "value": literal[:80]}
     if path.suffix == ".safetensors":
         kind = rng.choice(("header", "tensor", "bits"))
         how = {"at": bent_bits(path, rng)} if kind == "bits" else bent_header(path, rng, kind == "tensor")

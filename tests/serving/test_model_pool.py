@@ -583,6 +583,7 @@ def test_the_file(tmp_path):
         ("[models.x]\npath = 'a'\nlora = {y = 3}", "lora.y must be the path of a folder"),
         ("keep_alive = 'soon'", "keep_alive = soon is not a time"),
         ("a = ", "is not TOML"),
+        (f"[models.x]\npath = '{'a' * 3000}'", "models.x: .*: File name too long"),
     ],
 )
 def test_mistakes_in_the_file_are_refused_by_name(tmp_path, text, line):
