@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from lowq_cli.files.checked_view import only_its_files
 from lowq_cli.files.source import open_source
 from lowq_packers.arch.parts import Images
-from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError, UsageError, library_errors
+from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UnsupportedError, UsageError, library_errors, naming
 from lowq_packers.lazy import torch
 
 if TYPE_CHECKING:
@@ -122,7 +122,9 @@ class Processor:
         unread = library_errors(DamagedError, f"the processor of {folder} cannot be read")
         with unread, open_source(folder) as source, only_its_files(source) as view:
             self.own: Any = AutoImageProcessor.from_pretrained(str(view), local_files_only=True, trust_remote_code=False)
-        _check_sizes(self.own)
+        self.file = named[0]
+        with naming(folder / self.file):
+            _check_sizes(self.own)
 
     def __call__(self, image: "Image") -> Picture:
         """The image as the tower takes it. Raises UsageError if the processor refuses it."""
@@ -144,7 +146,7 @@ class Processor:
             image = _noise()
             pixels = self._prepared(image).inputs[PIXELS]
             tried = normalised(self._of_levels(image, by[0], by[1]).inputs)[PIXELS]
-        except (LowqError, TypeError, ValueError, RuntimeError):  # what it says of the user's image is more useful
+        except (LowqError, OverflowError, TypeError, ValueError, RuntimeError):  # what it says of the image is more useful
             return None
         same = pixels.shape == tried.shape and torch.allclose(pixels.float(), tried, rtol=0, atol=1e-5)
         return (by[0], by[1]) if same else None
@@ -158,7 +160,7 @@ class Processor:
     def _prepared(self, image: "Image", **how: Any) -> Picture:
         if self.images.form == "rows":
             how["patch_size"] = self.images.patch * self.images.merge
-        with library_errors(UsageError, "the model's processor refuses the picture"):
+        with library_errors(UsageError, f"the model's processor ({self.file}) refuses the picture"):
             prepared = dict(self.own(images=[image], return_tensors="pt", **how))
         return self._picture(prepared)
 
@@ -203,10 +205,10 @@ def _only(features: Mapping[str, Any], *names: str) -> "dict[str, torch.Tensor]"
 
 def _check_sizes(processor: Any) -> None:
     """Raise DamagedError for a processor's config with sizes that are not positive or exceed MOST_SIDE or MOST_AREA."""
-    sizes = getattr(processor, "size", None) or {}
-    sizes = dict(sizes) | {n: getattr(processor, n, None) for n in (*AREAS, "patch_size", "max_image_size", "max_patches")}
+    sizes = [pair for n in ("size", "crop_size") for pair in dict(getattr(processor, n, None) or {}).items()]
+    sizes += [(n, getattr(processor, n, None)) for n in (*AREAS, "patch_size", "max_image_size", "max_patches")]
     area = hasattr(processor, "merge_size")  # Qwen's edges are areas
-    for name, n in sizes.items():
+    for name, n in sizes:
         most = MOST_AREA if area or name in AREAS else MOST_SIDE
         if type(n) in (int, float) and not 0 < n <= most:
             raise DamagedError(f"the processor's config has {name} = {n}; at most {most} is allowed")

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -315,7 +316,14 @@ def test_pixels_are_those_of_their_processor(name, folders, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "change", [{"image_mean": "abc"}, {"image_mean": [0.5]}, {"image_std": [1, 2]}, {"rescale_factor": "x"}]
+    "change",
+    [
+        {"image_mean": "abc"},
+        {"image_mean": [0.5]},
+        {"image_std": [1, 2]},
+        {"image_std": [1, 1, 10**400]},
+        {"rescale_factor": "x"},
+    ],
 )
 def test_numbers_that_no_processor_takes_are_refused_in_one_line(change, folders, tmp_path):
     folder = Path(shutil.copytree(folders("gemma3"), tmp_path / "model"))
@@ -323,8 +331,20 @@ def test_numbers_that_no_processor_takes_are_refused_in_one_line(change, folders
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with open_source(folder) as source:
         processor = Processor(folder, read_config(source.config, len(source.headers))[1].images)
-    with pytest.raises(UsageError, match="the model's processor refuses the picture"):
+    with pytest.raises(UsageError, match=r"the model's processor \(preprocessor_config\.json\) refuses the picture"):
         processor(sighted.drawing(1))
+
+
+@pytest.mark.parametrize("change", [{"size": {"shortest_edge": -1}}, {"crop_size": {"height": 10**6, "width": 10**6}}], ids=str)
+def test_sizes_that_would_take_all_memory_are_refused_with_the_file(change, folders, tmp_path):
+    folder = Path(shutil.copytree(folders("llava"), tmp_path / "model"))
+    file = folder / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with (
+        open_source(folder) as source,
+        pytest.raises(DamagedError, match=rf"{re.escape(str(file))}: .*at most 8192 is allowed"),
+    ):
+        Processor(folder, read_config(source.config, len(source.headers))[1].images)
 
 
 def test_a_picture_is_the_same_by_path_bytes_and_image(folders):
