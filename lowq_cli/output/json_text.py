@@ -21,6 +21,15 @@ TYPES: dict[str, Any] = {
 }
 
 
+def as_object(text: str) -> dict[str, Any]:
+    """The object in a JSON text; {} for other values, and for what is no JSON, such as the arguments of a call that was cut."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def string(source: Source) -> Wait[str | None]:
     """Consume a JSON string of up to LONGEST characters; None if the text goes on with something else."""
     while True:

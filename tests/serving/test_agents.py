@@ -1,13 +1,13 @@
 """Requests as coding agents send them, and what they look for in answers.
 
-Recorded from Claude Code 2.1.197 and 2.1.332, Codex CLI 0.171.0 and qwen-code 0.24.4.
+Recorded from Claude Code 2.1.197 and 2.1.332, Codex CLI 0.171.0, qwen-code 0.24.4 and OpenHands 1.16.0.
 """
 
 import json
 import re
 
 import pytest
-from saying import Saying, posts, served_by
+from saying import Saying, opened, posts, served_by
 from talking import PLACE, TEMPLATE, Heard
 
 from lowq_cli.serving.request import Event, Limits
@@ -345,3 +345,60 @@ def test_white_space_around_calls_is_no_text(streamed):
     assert content("I look.\n" + hermes(f, f) + "\n") == "I look."
     assert content(hermes(f, f)) is None
     assert content("a \n b\n\n") == "a \n b\n\n"
+
+
+ITEMS = strict(  # arguments as Qwen 3 Coder's and GLM's templates read them
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}{% for k, v in c.function.arguments.items() %}{% endfor %}"
+    "{% endfor %}{% endfor %}"
+)
+RUN = [{"type": "function", "function": {"name": "exec_command", "parameters": EXEC}}]
+USER = {"role": "user", "content": "go"}
+
+
+def again_chat(answer):
+    """The next request of a client that has not run the calls, as OpenHands sends it."""
+    said = answer["choices"][0]["message"]
+    results = [{"role": "tool", "tool_call_id": c["id"], "content": "wrong"} for c in said.get("tool_calls", [])]
+    return {"messages": [USER, said, *results], "tools": RUN}
+
+
+def again_responses(answer):
+    calls = [item for item in answer["output"] if item["type"] == "function_call"]
+    results = [{"type": "function_call_output", "call_id": c["call_id"], "output": "wrong"} for c in calls]
+    return CODEX | {"stream": False, "input": [said("go"), *answer["output"], *results]}
+
+
+def again_messages(answer):
+    calls = [block for block in answer["content"] if block["type"] == "tool_use"]
+    results = [{"type": "tool_result", "tool_use_id": c["id"], "content": "wrong"} for c in calls]
+    history = [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": results or "go"}]
+    return CLAUDE | {"stream": False, "messages": [USER, *history], "max_tokens": 9}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "limit", "again"),
+    [
+        ("chat/completions", {"messages": [USER], "tools": RUN}, "max_tokens", again_chat),
+        ("responses", CODEX | {"stream": False}, "max_output_tokens", again_responses),
+        (
+            "messages",
+            CLAUDE | {"stream": False, "tools": [{"name": "exec_command", "input_schema": EXEC}]},
+            "max_tokens",
+            again_messages,
+        ),
+    ],
+)
+@pytest.mark.parametrize(
+    "arguments", ['{"cmd": "ls"}', "{\"cmd\": 'ls'}", '{"cmd": "l', '{cmd: "ls"}', '["ls"]', '"ls"', "3", "null"]
+)
+def test_an_answer_can_be_sent_back_whatever_its_calls_say_and_wherever_it_was_cut(path, body, limit, again, arguments):
+    """OpenHands repeats a call that it could not parse in every later request. The template reads arguments as an object."""
+    output = '<tool_call>\n{"name": "exec_command", "arguments": ' + arguments + "}\n</tool_call>"
+    engine = Heard(output, template=ITEMS)
+    with opened(served_by(engine, engine.tokenizer)) as ask:
+        for cut in range(1, len(output) + 2):
+            status, answer = ask(path, body | {limit: cut})
+            assert status == 200, answer
+            assert ask(path, again(answer))[0] == 200, answer
+    called = re.findall(r"exec_command\|({.*?})>", engine.prompts[-1])
+    assert called == (['{"cmd": "ls"}'] if arguments == '{"cmd": "ls"}' else ["{}"])

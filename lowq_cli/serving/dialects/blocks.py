@@ -1,10 +1,10 @@
 """Groups the parts of an answer into blocks of one kind, for the APIs /v1/messages and /v1/responses."""
 
-import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from lowq_cli.output.json_text import as_object
 from lowq_cli.serving.http.answers import Answer
 
 
@@ -21,11 +21,7 @@ class Block:
     @property
     def arguments(self) -> dict[str, Any]:
         """The arguments of a call as an object; {} if their JSON is incomplete or not an object."""
-        try:
-            content = json.loads(self.text)
-        except (ValueError, RecursionError):
-            return {}
-        return content if isinstance(content, dict) else {}
+        return as_object(self.text)
 
 
 Change = tuple[Block, Literal["begun", "more", "ended"], str]

@@ -1,11 +1,11 @@
 """Renders the messages of a chat: checks them, converts them to the form that chat templates expect, applies the template."""
 
 import hashlib
-import json
 import re
 from typing import Any
 
 from lowq_cli.engine.tokenizer import LoadedTokenizer
+from lowq_cli.output.json_text import as_object
 from lowq_cli.output.syntaxes import Syntax, switches
 from lowq_cli.serving.http import fields
 from lowq_cli.serving.http.fields import Params, items, shown, table, text
@@ -116,12 +116,12 @@ def _content(name: str, content: Any) -> str | list[dict[str, str]]:
 
 
 def _call(name: str, given: Any) -> dict[str, Any]:
-    """An earlier call of the model with its arguments as an object, which is what templates expect."""
+    """An earlier call of the model with its arguments as an object, which is what templates expect.
+
+    They are {} where the model wrote something else: clients repeat a call in every later request, so a refusal would end the
+    conversation. The call's result tells the model what was wrong.
+    """
     function = table(f"{name}.function", table(name, given).get("function"))
-    arguments = function.get("arguments", "")
-    try:
-        arguments = json.loads(text(f"{name}.function.arguments", arguments) or "{}")
-    except (ValueError, RecursionError):
-        raise wrong(f"{name}.function.arguments", "must be JSON, as a text") from None
+    arguments = as_object(text(f"{name}.function.arguments", function.get("arguments") or ""))
     named = {"name": text(f"{name}.function.name", function.get("name")), "arguments": arguments}
     return {"id": given.get("id"), "type": "function", "function": named}
