@@ -6,7 +6,7 @@ from typing import Any
 from lowq_cli.output.parts import Part
 from lowq_cli.serving.dialects.completions import DONE, LEAST, Around
 from lowq_cli.serving.http import fields
-from lowq_cli.serving.http.answers import Answer, event
+from lowq_cli.serving.http.answers import COMMENT, Answer, event
 from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.http.text import Piece
 
@@ -27,6 +27,10 @@ class Chat:
     def failed(self, why: Refusal, answer: Answer) -> bytes:
         """The last event of a stream that ends with an error."""
         return event(why.body)
+
+    def idle(self, answer: Answer) -> bytes:
+        """A comment: OpenAI's clients take every event with data for a part of the answer."""
+        return COMMENT
 
     async def whole(self, answer: Answer) -> dict[str, Any]:
         """The answer as one object."""

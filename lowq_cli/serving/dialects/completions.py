@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 from lowq_cli.serving.http import fields
-from lowq_cli.serving.http.answers import Answer, encoded, event
+from lowq_cli.serving.http.answers import COMMENT, Answer, encoded, event
 from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.http.text import Piece
 
@@ -29,6 +29,10 @@ class Completions:
     def failed(self, why: Refusal, answer: Answer) -> bytes:
         """The last event of a stream that ends with an error."""
         return event(why.body)
+
+    def idle(self, answer: Answer) -> bytes:
+        """A comment: OpenAI's clients take every event with data for a part of the answer."""
+        return COMMENT
 
     async def whole(self, answer: Answer) -> dict[str, Any]:
         """The answer as one object."""

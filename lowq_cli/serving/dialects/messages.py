@@ -56,6 +56,10 @@ class Messages:
         """The last event of a stream that ends with an error."""
         return event(self.refused(why), "error")
 
+    def idle(self, answer: Answer) -> bytes:
+        """Anthropic's event for it."""
+        return event({"type": "ping"}, "ping")
+
     async def whole(self, answer: Answer) -> dict[str, Any]:
         """The answer as one object."""
         content = [_content(b) | _filled(b) for b in await whole_blocks(answer)]
@@ -69,7 +73,7 @@ class Messages:
 
         nothing: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
         yield named("message_start", message=_head(answer) | nothing | {"usage": _usage(answer)})
-        yield named("ping")
+        yield self.idle(answer)
         async for block, change, more in blocks(answer):
             if change == "begun":
                 yield named("content_block_start", index=block.number, content_block=_content(block))

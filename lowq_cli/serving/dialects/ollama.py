@@ -75,6 +75,10 @@ class Ollama:
         """The last line of a stream that ends with an error."""
         return encoded(self.refused(why)) + b"\n"
 
+    def idle(self, answer: Answer) -> bytes:
+        """A line without text."""
+        return encoded(self._said(answer, []) | {"done": False}) + b"\n"
+
     async def whole(self, answer: Answer) -> dict[str, Any]:
         """The answer as one object."""
         return self._said(answer, await whole_blocks(answer)) | _ending(answer)

@@ -74,6 +74,11 @@ class Responses:
         response = _response(answer, [], "failed") | {"error": error}
         return event({"type": "response.failed", "sequence_number": answer.events, "response": response}, "response.failed")
 
+    def idle(self, answer: Answer) -> bytes:
+        """The event that OpenAI sends then. Codex ends a stream without events after 300 s, and comments are none."""
+        answer.events += 1
+        return event({"type": "keepalive", "sequence_number": answer.events - 1}, "keepalive")
+
     async def whole(self, answer: Answer) -> dict[str, Any]:
         """The answer as one object."""
         blocks = await whole_blocks(answer)

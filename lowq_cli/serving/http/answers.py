@@ -144,6 +144,13 @@ class Dialect(Protocol):
         """The last event of a stream that ends with an error."""
         ...
 
+    def idle(self, answer: "Answer") -> bytes:
+        """An event without content, for a stream that has been silent for a while."""
+        ...
+
+
+COMMENT = b": waiting\n\n"  # a server-sent event without fields, which clients skip
+
 
 def event(value: object, name: str = "") -> bytes:
     """A server-sent event."""

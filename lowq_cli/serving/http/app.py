@@ -50,6 +50,7 @@ class Served:
         models: the model pool.
         api_key: the key that clients must send, "" for none. hosts: allowed values of the Host header, () for any.
         body_bytes: max. bytes of a body. body_s, answer_s: max. seconds to read a body and to answer.
+        silence_s: max. seconds without bytes in a stream, while a prompt is read or a call is held back.
         bodies_bytes: max. bytes of all bodies in memory together.
         log: called with one line per request. failed: called with each unexpected exception (a bug in lowq).
         recording: called with the progress of the engine's start. idle_s: seconds without a request until the server ends.
@@ -63,6 +64,7 @@ class Served:
     bodies_bytes: int = 64 << 20
     body_s: float = 30.0
     answer_s: float = 3600.0
+    silence_s: float = 10.0  # Codex and opencode end a stream after 300 s of silence, nginx after 60
     log: Callable[[str], None] = lambda line: None
     failed: Callable[[Exception], None] = lambda e: None
     recording: Done = lambda n, of: None
@@ -311,7 +313,7 @@ class Endpoints:
                     return answer_json(ollama.unloaded(parsed))
                 answer = await self._begin(parsed, request)
             if parsed.get("stream"):
-                return EventStream(answer, log, self.served.answer_s, self.served.failed)
+                return EventStream(answer, log, self.served.answer_s, self.served.silence_s, self.served.failed)
             with following(answer.live, request.receive):
                 async with asyncio.timeout(self.served.answer_s):
                     whole = await dialect.whole(answer)

@@ -1,6 +1,7 @@
 """Sends an answer, whole or as a stream, cancels it if the client leaves, and logs one line."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -71,22 +72,25 @@ class following:
 
 
 class EventStream(Response):
-    """A streamed answer."""
+    """A streamed answer. seconds: its time limit. silence_s: the silence after which an event without content is sent."""
 
-    def __init__(self, answer: Answer, log: Log, seconds: float, failed: Callable[[Exception], None]) -> None:
+    def __init__(self, answer: Answer, log: Log, seconds: float, silence_s: float, failed: Callable[[Exception], None]) -> None:
         super().__init__(None, 200, {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}, log.dialect.media_type)
         del self.headers["content-length"]
         self.answer, self.log_, self.seconds, self.failed = answer, log, seconds, failed
+        self.silence_s = silence_s
+        self.sent = time.monotonic()  # time of the latest bytes, inf while they wait for the client to read
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream, each chunk after the client has taken the previous one."""
         answer, dialect, how = self.answer, self.log_.dialect, "client left"
         with following(answer.live, receive), suppress(Gone):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            pulse = asyncio.create_task(self._pulse(send))
             try:
                 async with asyncio.timeout(self.seconds):
                     async for chunk in dialect.chunks(answer):
-                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                        await self._send(send, chunk)
                 how = ""
             except TimeoutError:
                 how = await self._error(send, too_late(self.seconds))
@@ -97,15 +101,31 @@ class EventStream(Response):
             except Exception as e:  # a bug in lowq: it ends the answer; LOWQ_DEBUG shows the traceback
                 self.failed(e)
                 how = await self._error(send, bug(e))
+            finally:
+                pulse.cancel()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         if how or not all(answer.finish_reasons):
             self.log_.ended("gone", how or "failed", answer)
         else:
             self.log_.answered(answer)
 
+    async def _send(self, send: Send, chunk: bytes) -> None:
+        self.sent = math.inf
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        self.sent = time.monotonic()
+
+    async def _pulse(self, send: Send) -> None:
+        """Send events without content while the stream has none with content."""
+        while True:
+            left = self.sent + self.silence_s - time.monotonic()
+            if left > 0:
+                await asyncio.sleep(min(left, self.silence_s))
+            else:
+                await self._send(send, self.log_.dialect.idle(self.answer))
+
     async def _error(self, send: Send, why: Refusal) -> str:
         """Send the last event of an answer that ends with an error; return its message for the log."""
-        await send({"type": "http.response.body", "body": self.log_.dialect.failed(why, self.answer), "more_body": True})
+        await self._send(send, self.log_.dialect.failed(why, self.answer))
         return why.message
 
 
