@@ -49,6 +49,17 @@ def test_thoughts_text_and_calls_are_blocks_whole_and_as_they_come():
     assert last.usage.output_tokens == whole.usage.output_tokens == len(Heard(CALL).tokens)
 
 
+@pytest.mark.parametrize("form", [created, lambda engine, **more: streamed(engine, **more)[1]], ids=["whole", "streamed"])
+def test_a_client_that_sends_only_signed_thoughts_back_sends_them_all(form):
+    """As Copilot CLI 1.0.102 does; the model's thoughts between its calls would be missing in the next prompt."""
+    answer, engine = form(Heard(CALL), tools=[TOOL]), Heard("Yes.")
+    signed = [b.model_dump() for b in answer.content if b.type != "thinking" or b.signature]
+    result = {"type": "tool_result", "tool_use_id": signed[-1]["id"], "content": "wet"}
+    history = [{"role": "assistant", "content": signed}, {"role": "user", "content": [result]}]
+    created(engine, messages=[*HI["messages"], *history], tools=[TOOL])
+    assert "assistant[hm]: I look.<" in engine.prompts[0]
+
+
 def test_how_an_answer_ended():
     assert created(Heard("Yes.")).stop_reason == "end_turn"
     assert created(Heard("Yes."), max_tokens=2).stop_reason == "max_tokens"

@@ -18,6 +18,8 @@ HARMLESS = ("metadata", "service_tier", "container", "context_management", "infe
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # A line of Claude Code's for Anthropic's billing. It differs between sessions, which then would share no cached prompt.
 BILLING = "x-anthropic-billing-header:"
+# Of thoughts. It is not checked, but Copilot does not send thoughts without one back, which the model then would not see again.
+SIGNATURE = "bG93cQ=="
 Functions = dict[str, dict[str, Any]]  # name -> the function of a chat
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -81,7 +83,8 @@ class Messages:
                 yield named("content_block_delta", index=block.number, delta=_delta(block, more))
             else:
                 if block.kind == "thought":
-                    yield named("content_block_delta", index=block.number, delta={"type": "signature_delta", "signature": ""})
+                    signed = {"type": "signature_delta", "signature": SIGNATURE}
+                    yield named("content_block_delta", index=block.number, delta=signed)
                 yield named("content_block_stop", index=block.number)
         yield named("message_delta", delta=_ending(answer), usage=_usage(answer))
         yield named("message_stop")
@@ -225,7 +228,7 @@ def _content(block: Block) -> dict[str, Any]:
 def _filled(block: Block) -> dict[str, Any]:
     if block.kind == "call":
         return {"input": block.arguments}
-    return {"thinking" if block.kind == "thought" else "text": block.text}
+    return {"thinking": block.text, "signature": SIGNATURE} if block.kind == "thought" else {"text": block.text}
 
 
 def _delta(block: Block, more: str) -> dict[str, Any]:
