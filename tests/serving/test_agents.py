@@ -1,6 +1,6 @@
 """Requests as coding agents send them, and what they look for in answers.
 
-Recorded from Claude Code 2.1.197 and 2.1.332, Codex CLI 0.171.0, qwen-code 0.24.4 and OpenHands 1.16.0.
+Recorded from Claude Code 2.1.197 and 2.1.332, Codex CLI 0.171.0, qwen-code 0.24.4, and the agents in RECORDED.
 """
 
 import json
@@ -402,3 +402,91 @@ def test_an_answer_can_be_sent_back_whatever_its_calls_say_and_wherever_it_was_c
             assert ask(path, again(answer))[0] == 200, answer
     called = re.findall(r"exec_command\|({.*?})>", engine.prompts[-1])
     assert called == (['{"cmd": "ls"}'] if arguments == '{"cmd": "ls"}' else ["{}"])
+
+
+TOOLS = {"tools": RUN, "tool_choice": "auto"}
+USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+SYSTEM_PARTS = {"role": "system", "content": [{"type": "text", "text": "You are an agent."}]}
+CALLED = {"id": "c1", "type": "function", "function": {"name": "exec_command", "arguments": '{"cmd": "ls"}'}}
+THOUGHT = {"role": "assistant", "content": "I look.", "reasoning_content": "hm", "tool_calls": [CALLED]}
+RESULT = {"role": "tool", "tool_call_id": "c1", "content": "a.txt"}
+RECORDED = {  # agent -> path, body after one call
+    "cline 3.0.65": ("chat/completions", TOOLS | USAGE | {"messages": [USER, THOUGHT, RESULT]}),
+    "Copilot CLI 1.0.102": (
+        "chat/completions",
+        USAGE
+        | {"temperature": 0, "top_p": 0.95, "frequency_penalty": 0, "presence_penalty": 0, "tools": RUN}
+        | {"messages": [USER, THOUGHT | {"refusal": None}, RESULT, THOUGHT | {"content": None, "refusal": None}, RESULT]},
+    ),
+    "Copilot CLI 1.0.102, responses": (
+        "responses",
+        {
+            **{"instructions": "You are an agent.", "tools": CODEX_TOOLS[:1], "stream": True, "store": False},
+            **{"reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"], "parallel_tool_calls": True},
+            "prompt_cache_key": "k",
+            "input": [
+                {"role": "user", "content": [{"type": "input_text", "text": "go"}], "type": "message"},
+                {
+                    **{"id": "rs_1", "status": "completed", "type": "reasoning", "summary": []},
+                    "content": [{"type": "reasoning_text", "text": "hm"}],
+                },
+                {
+                    **{"type": "message", "id": "msg_1", "role": "assistant", "status": "completed"},
+                    "content": [{"annotations": [], "type": "output_text", "text": "I look."}],
+                },
+                {
+                    **{"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "exec_command"},
+                    **{"arguments": '{"cmd": "ls"}', "status": "completed"},
+                },
+                {"type": "function_call_output", "call_id": "c1", "output": "a.txt"},
+            ],
+        },
+    ),
+    "Kilo CLI 7.7.9": (
+        "chat/completions",
+        TOOLS
+        | USAGE
+        | {"max_tokens": 8192, "messages": [{"role": "user", "content": SYSTEM_PARTS["content"] * 2}, THOUGHT, RESULT]},
+    ),
+    "Mistral Vibe 3.0.2": (
+        "chat/completions",
+        USAGE
+        | {"temperature": 0.2, "tools": RUN}
+        | {
+            "messages": [
+                USER,
+                {**THOUGHT, "tool_calls": [CALLED | {"index": 0}]},
+                RESULT | {"name": "exec_command"},
+                {"role": "assistant", "tool_calls": [CALLED | {"index": 0}]},  # no content
+                RESULT | {"name": "exec_command"},
+            ]
+        },
+    ),
+    "Hermes Agent 0.19.0": (
+        "chat/completions",
+        USAGE
+        | {"max_tokens": 65536, "options": {"num_ctx": 131072}, "tools": RUN}  # ollama's, whose paths it found
+        | {"messages": [USER, THOUGHT, RESULT | {"name": "exec_command"}]},
+    ),
+    "gptme 0.35.1": (
+        "chat/completions",
+        USAGE | {"temperature": 0.0, "top_p": 0.1, "tools": RUN} | {"messages": [SYSTEM_PARTS] * 3 + [USER, THOUGHT, RESULT]},
+    ),
+    "OpenHands 1.16.0": (
+        "chat/completions",
+        {"tools": RUN, "reasoning_effort": "high", "prompt_cache_key": "k"}
+        | {"messages": [SYSTEM_PARTS, USER, THOUGHT, RESULT | {"content": SYSTEM_PARTS["content"], "name": "exec_command"}]},
+    ),
+}
+
+
+@pytest.mark.parametrize("agent", RECORDED)
+def test_an_agents_request_has_no_unknown_field_and_its_history_reaches_the_template(agent):
+    path, body = RECORDED[agent]
+    engine = Heard(hermes(("exec_command", {"cmd": "ls"})))
+    status, answer = asked(engine, path, body, strict=True)
+    assert status == 200, answer
+    assert 'assistant[hm]: I look.<c1|exec_command|{"cmd": "ls"}>' in engine.prompts[0]
+    assert engine.prompts[0].endswith("(c1)\nassistant:")
+    if body.get("stream_options"):
+        assert answer[-1]["usage"]["completion_tokens"] == len(engine.tokens)

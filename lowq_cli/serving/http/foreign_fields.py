@@ -21,7 +21,7 @@ HARMLESS = frozenset(  # fields for storage, scheduling, billing and display, an
         *("return_tokens", "return_progress", "timings_per_token", "post_sampling_probs", "response_fields", "priority"),
         *("request_id", "rid", "session_id", "data_parallel_rank", "kv_transfer_params", "stream_interval"),
         *("spaces_between_special_tokens", "add_generation_prompt", "prediction", "verbosity", "user_id", "provider", "route"),
-        *("transforms", "models", "usage", "stream_reasoning", "parse_tool_calls"),
+        *("transforms", "models", "usage", "stream_reasoning", "parse_tool_calls", "options"),
         *("num_ctx", "num_batch", "num_gpu", "main_gpu", "num_thread", "use_mmap", "use_mlock", "numa"),
         *("low_vram", "enable_prefix_caching", "disable_log_stats", "chat_template_content_format", "debug", "draft_options"),
     )
