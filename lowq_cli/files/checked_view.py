@@ -11,12 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lowq_cli.files.resolution import LARGE, TOKENIZER, check_tokenizer
+from lowq_cli.files.resolution import TOKENIZER, check_tokenizer
 from lowq_cli.files.safetensors_io import read_json
 from lowq_cli.files.source import CONFIG, Source, shard_name
 from lowq_cli.files.weight_files import INDEX
 from lowq_packers.atomic import scratch
-from lowq_packers.regular import MAX_CONFIG
 
 
 def known_type(config: Mapping[str, Any]) -> Any:
@@ -57,7 +56,5 @@ def only_its_files(source: Source, **changed: Any) -> Iterator[Path]:
                 facts = {k: v for k, v in read_json(path).items() if not (k.endswith("_file") and isinstance(v, str))}
                 (folder / TOKENIZER).write_text(json.dumps(facts))
             else:
-                if path.suffix == ".json" and not path.name.startswith(LARGE):
-                    read_json(path, MAX_CONFIG)  # other libraries do not say which file they could not read
                 (held / path.name).symlink_to(path.resolve())
         yield folder

@@ -54,12 +54,17 @@ def is_own(path: Path) -> bool:
 
 
 def check_companions(files: list[Path]) -> list[Path]:
-    """Check the companions of a model, because other libraries open them directly; returns them.
+    """Check the companions of a model, because other libraries open them directly, without saying which one they could not
+    read; returns them.
 
-    Raises DamagedError for one that is not a regular file, is too large, or links to a file of another name elsewhere.
+    Raises DamagedError for one that is not a regular file, is too large, is no JSON object (vocabularies are not read here),
+    or links to a file of another name elsewhere.
     """
     for path in files:
-        os.close(open_bounded(path, MAX_TEXT if path.name.startswith(LARGE) or path.suffix in LARGE else MAX_CONFIG))
+        large = path.name.startswith(LARGE) or path.suffix in LARGE
+        os.close(open_bounded(path, MAX_TEXT if large else MAX_CONFIG))
+        if path.suffix == ".json" and not large:
+            read_json(path, MAX_CONFIG)
         if not is_own(path):
             raise DamagedError(
                 f"{path} is a link to {path.resolve()}, outside the model's folder; copy it there if it belongs to the model"

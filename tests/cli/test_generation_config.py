@@ -1,6 +1,7 @@
 """Sampling settings: flags first, then the publisher's generation_config.json, then the command's default."""
 
 import json
+import re
 import shutil
 from types import SimpleNamespace
 
@@ -91,3 +92,13 @@ def test_run_draws_and_generate_does_not_where_the_file_says_nothing():
     assert asked("run", "demo", "Once", "--seed", "1") == CONVERSATION
     assert asked("run", "demo", "Once", "--temperature", "0")["temperature"] == 0
     assert asked("generate", "demo", "Once") == GREEDY
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "special_tokens_map.json", "preprocessor_config.json"])
+def test_quantize_refuses_settings_with_which_its_result_could_not_be_loaded(tmp_path, name):
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(DEMO, model)
+    (model / name).write_text('{"temperature": ')
+    with pytest.raises(DamagedError, match=re.escape(str(model / name))):
+        CliRunner().invoke(app, ["quantize", str(model), "--method", "rtn", "--out", str(out)], catch_exceptions=False)
+    assert not out.exists()
