@@ -214,7 +214,8 @@ def test_tokenizers_that_it_would_split_otherwise_are_refused(demo4, tmp_path):
 @pytest.mark.parametrize(
     ("file", "change", "line"),
     [
-        ("tokenizer.json", lambda c: c["model"]["vocab"].update(a="x"), "tokenizer.json is not a tokenizer"),
+        ("tokenizer.json", lambda c: c["model"]["vocab"].update(a="x"), "tokenizer.json: token 'a' has the number x"),
+        ("tokenizer.json", lambda c: c["model"].update(merges=[[1, 2]]), "tokenizer.json is not a tokenizer"),
         ("tokenizer.json", lambda c: c.update(added_tokens=[{"id": 1}]), "tokenizer.json is not a tokenizer"),
         (
             "generation_config.json",
