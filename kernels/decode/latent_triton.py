@@ -138,6 +138,14 @@ def _tile(acc, top, total, q, q_turned, held, keys, there, scale):
 
 
 @triton.jit
+def _joined(acc, total, top, part, weight, score):
+    """Sums, their weights and highest scores in base 2, and those of one more split. total, top, weight, score: (n, 1)."""
+    higher = tl.maximum(top, score)
+    fade, share = tl.exp2(top - higher), tl.exp2(score - higher)
+    return acc * fade + part * share, total * fade + weight * share, higher
+
+
+@triton.jit
 def _attend_kernel(
     q_ptr, cache_ptr, pos_ptr, table_ptr, part_ptr, sums_ptr, S, scale,
     HEADS: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -243,18 +251,15 @@ def _values_of_rows_kernel(
     if PDL:
         gdc_wait()
     of = (rows.to(tl.int64) * HEADS + head) * SPLITS
-    acc, total = tl.zeros((BLOCK_B, BLOCK_RANK), tl.float32), tl.zeros((BLOCK_B,), tl.float32)
-    top = tl.full((BLOCK_B,), -1.0e30, tl.float32)
+    acc, total = tl.zeros((BLOCK_B, BLOCK_RANK), tl.float32), tl.zeros((BLOCK_B, 1), tl.float32)
+    top = tl.full((BLOCK_B, 1), -1.0e30, tl.float32)
     for split in range(SPLITS):
-        mine = split < live
-        score = tl.load(sums_ptr + (of + split) * 2, mask=mine, other=-1.0e30)
-        weight = tl.load(sums_ptr + (of + split) * 2 + 1, mask=mine, other=0.0)
-        mask = mine[:, None] & (dims < RANK)[None, :]
-        part = tl.load(part_ptr + (of + split)[:, None] * RANK + dims[None, :], mask=mask, other=0.0)
-        higher = tl.maximum(top, score)
-        fade, share = tl.exp2(top - higher), tl.exp2(score - higher)
-        acc, total, top = acc * fade[:, None] + part * share[:, None], total * fade + weight * share, higher
-    latents = acc / tl.where(rows < B, total, 1.0)[:, None]
+        at, mine = (of + split)[:, None], (split < live)[:, None]
+        score = tl.load(sums_ptr + at * 2, mask=mine, other=-1.0e30)
+        weight = tl.load(sums_ptr + at * 2 + 1, mask=mine, other=0.0)
+        part = tl.load(part_ptr + at * RANK + dims[None, :], mask=mine & (dims < RANK)[None, :], other=0.0)
+        acc, total, top = _joined(acc, total, top, part, weight, score)
+    latents = acc / tl.where((rows < B)[:, None], total, 1.0)
     y = tl.dot(latents.to(up.dtype), tl.trans(up), input_precision="ieee")
     to = y_ptr + (rows.to(tl.int64) * HEADS + head)[:, None] * V + values[None, :]
     tl.store(to, y.to(y_ptr.dtype.element_ty), mask=(rows < B)[:, None] & (values < V)[None, :])
