@@ -221,29 +221,25 @@ def http_loads() -> str:
     rows += [(n, n, row) for n, row in plain["servers"]["lowq"].items() if n.startswith(loads)]
     rows += [(f"{n}, `--act fp8`", n, row) for n, row in eight_bits["servers"]["lowq"].items() if n.startswith(loads)]
     for label, name, one in rows:
-        two = other.get(name)
-        ratio = f"{one['tokens_per_s'] / two['tokens_per_s']:.2f}" if two else ""
-        times, gaps = [], []
-        for row in (one, two):
-            times.append("{p50:.0f} / {p99:.0f}".format(**row["ttft_ms"]) if row else "")
-            gaps.append("{p50:.1f} / {p99:.0f}".format(**row["between_ms"]) if row else "")
         load = f"16 users, {name.rpartition('_')[2]} adapters" if name.startswith("adapters") else label
-        speeds = [f"{r['tokens_per_s']:,.0f}" if r else "" for r in (one, two)]
-        lines.append((load, *speeds, ratio, *times, *gaps))
-    columns = (
-        "load",
-        ">lowq serve, tokens/s",
-        ">vLLM",
-        ">ratio",
-        ">first token, ms p50 / p99",
-        ">vLLM",
-        ">between tokens",
-        ">vLLM",
-    )
+        lines.append((load, *_load(one, other.get(name))))
+    columns = ("load", ">lowq serve, tokens/s", ">vLLM", ">ratio", *LOAD_TIMES)
     dates = f"{ours['date'][:10]} (`lowq serve` without adapters and vLLM's agents {plain['date'][:10]})"
     where = f"{ours['device']}, {dates}, torch {ours['torch']}, vLLM {theirs['vllm']} with activations of 16 bits"
     how = "one GPU, one server after the other, each with 28 GB of cache; empty cells were not reached"
     return f"{where}, {how}:\n\n{table(columns, lines)}\n{_loads_in_8_bits()}"
+
+
+LOAD_TIMES = (">first token, ms p50 / p99", ">vLLM", ">between tokens", ">vLLM")
+
+
+def _load(one: Row, two: Row | None) -> tuple[str, ...]:
+    """A load's cells of two servers behind its name: tokens/s, their ratio, times; empty where the second was not reached."""
+    both = (one, two)
+    speeds = [f"{r['tokens_per_s']:,.0f}" if r else "" for r in both]
+    ratio = f"{one['tokens_per_s'] / two['tokens_per_s']:.2f}" if two else ""
+    times = ["{p50:.0f} / {p99:.0f}".format(**r["ttft_ms"]) if r else "" for r in both]
+    return (*speeds, ratio, *times, *("{p50:.1f} / {p99:.0f}".format(**r["between_ms"]) if r else "" for r in both))
 
 
 def _loads_in_8_bits() -> str:
@@ -252,23 +248,9 @@ def _loads_in_8_bits() -> str:
     own, other = (report["servers"][name] for name in ("lowq", "export8"))
     for load, row in own.items():
         if isinstance(row, dict) and "ttft_ms" in row:
-            speeds = [r["tokens_per_s"] for r in (row, other[load])]
-            times = ["{p50:.0f} / {p99:.0f}".format(**r["ttft_ms"]) for r in (row, other[load])]
-            gaps = ["{p50:.1f} / {p99:.0f}".format(**r["between_ms"]) for r in (row, other[load])]
-            lines.append(
-                (load.replace("_", " "), *(f"{v:,.0f}" for v in speeds), f"{speeds[0] / speeds[1]:.2f}", *times, *gaps)
-            )
+            lines.append((load.replace("_", " "), *_load(row, other[load])))
     long = [" / ".join(f"{1e3 * s:.0f}" for s in one["prompt_4400"]["first_token_s"]) for one in (own, other)]
-    heads = (
-        "load",
-        ">`--act fp8`, tokens/s",
-        ">vLLM's W4A8",
-        ">ratio",
-        ">first token, ms p50 / p99",
-        ">vLLM",
-        ">between tokens",
-        ">vLLM",
-    )
+    heads = ("load", ">`--act fp8`, tokens/s", ">vLLM's W4A8", ">ratio", *LOAD_TIMES)
     where = f"{report['device']}, {report['date'][:10]}, vLLM {report['vllm']}"
     told = f"Both with activations of 8 bits, in one run of half as many requests ({where}), beside vLLM on another GPU:"
     alone = f"A prompt of 4,400 tokens alone, twice: {long[0]} ms, vLLM {long[1]}."
