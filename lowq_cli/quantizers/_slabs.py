@@ -94,10 +94,13 @@ def store(t: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 def store_scales(scales: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """Positive scales (N, G) rounded to `dtype`; scales that would underflow become its smallest positive number."""
+    return store(scales.clamp(min=smallest_scale(dtype)), dtype)
+
+
+def smallest_scale(dtype: torch.dtype | None) -> float:
+    """The smallest positive number that a scale in `dtype` may be; None: fp32."""
     smallest = torch.finfo(dtype or torch.float32).smallest_normal
-    if dtype == torch.float16:
-        smallest *= 2.0**-10  # its subnormals: 6e-8, where the smallest normal is 6e-5
-    return store(scales.clamp(min=smallest), dtype)
+    return smallest * 2.0**-10 if dtype == torch.float16 else smallest  # fp16's subnormals: 6e-8, its smallest normal is 6e-5
 
 
 def store_zeros(zeros: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None) -> torch.Tensor:

@@ -1,9 +1,22 @@
 """Least squares: codes alternate with the scale and zero that fit them best. The most accurate without data."""
 
+from functools import cache
+from typing import Any
+
 import torch
 
 from lowq_cli.quantizers import _tables
-from lowq_cli.quantizers._slabs import MAX_ZERO, Solution, encode, minmax, quantize_rows, store_scales, store_zeros
+from lowq_cli.quantizers._slabs import (
+    MAX_ZERO,
+    Solution,
+    encode,
+    minmax,
+    quantize_rows,
+    smallest_scale,
+    store_scales,
+    store_zeros,
+)
+from lowq_kernels.optional import optional
 from lowq_packers.qtensor import QuantizedTensor
 from lowq_packers.scheme import Scheme
 
@@ -56,7 +69,26 @@ def fit_grid(
     """Scales and zeros (R, G), rounded to `dtype`, with the least squared error over groups (R, G, g).
 
     weights: (g,) or (G, g) positive weights of the squared errors within a group; None weighs all equally.
+    On CUDA this is one launch of kernels/gptq/fit_grid_triton.py if Triton is installed and it takes the group size; elsewhere
+    torch, several hundred small ops. Their sums differ by fp32 rounding.
     """
+    kernel = implementation(groups.device.type)
+    if kernel is None or groups.shape[-1] > kernel.MOST:
+        return fit_grid_torch(groups, scheme, dtype, weights)
+    constants = kernel.Search(RANGES[1:], SIGMAS[scheme.bits], ITERS, TINY, MAX_ZERO, scheme.mid, smallest_scale(dtype))
+    return kernel.fit_grid_triton(groups, weights, scheme.bits, scheme.zero, dtype, constants)
+
+
+@cache
+def implementation(device: str) -> Any:
+    """The module of the kernel that fits grids on a device of this type; None: torch does it."""
+    return optional("lowq_kernels.gptq.fit_grid_triton", "triton") if device == "cuda" else None
+
+
+def fit_grid_torch(
+    groups: torch.Tensor, scheme: Scheme, dtype: torch.dtype | None, weights: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`fit_grid` on any device."""
     scales, zeros, center = _search(groups, scheme, weights)
     rounded = store_scales(torch.maximum(scales, groups.abs().amax(-1) / MAX_ZERO), dtype)
     if scheme.zero == "none":
