@@ -1,4 +1,4 @@
-"""The estimated time of a calibration: its operations, and the measured rate of a matmul."""
+"""The estimated time of a calibration: its operations and the measured rate of a matmul, and on a GPU its launches, too."""
 
 import re
 import time
@@ -10,7 +10,9 @@ import torch
 from lowq_cli import quantizers
 from lowq_cli.calibrate.learn import EPOCHS
 from lowq_cli.calibrate.requirements import ALONE_TOKENS, CURVED_TOKENS, UNSEEN, learns_alone, pass_count, rounds_both_sides
-from lowq_cli.plan.plan import Plan
+from lowq_cli.plan.plan import Item, Plan
+from lowq_cli.quantizers import lsq, yaqa
+from lowq_packers.scheme import Scheme
 
 # Duration of a calibration divided by the time that its operations take at the rate of one large matmul: the calibration's
 # matmuls are smaller, and it reads and writes between them. Measured twice with the demo, --recipe small, on one core: 86 s
@@ -23,13 +25,59 @@ LEARNING = 2.5  # slowdown of learning; story, 16,384 tokens, one core: 155 s fo
 # Duration of training all layers together as CUDA graphs, divided by the time of its operations at the matmul's rate, OVERHEAD
 # included. Base on an H200: 1,152 steps in 30 s, 2.8e13 operations per second; the matmul's rate is taken as 3.6e13 there.
 RECORDED = 1.3
+# Launches per group of columns that gptq rounds: with the kernel of `fit_grid`; without it, by kind of zero; with a table per
+# column and per group, as the table with the most takes. Counted by test_estimates.py on a CPU, each kernel as one launch.
+# A launch takes OVERHEAD times as long as one of a row of equal small ops, which is timed; the factor is assumed here, as
+# rounding also slices tensors. Measured: 15 us per launch in gptq (H100, about 300 launches in 4.5 ms per group); 2.9 s for a
+# layer of the 1B shape there, streams and moments included (gptq, 4 bits g64); over 47 s for one with yaqa (H200), without the
+# kernel. Computed from 15 us, for the 256 groups of such a layer with float zeros: gptq 1.7 s without the kernel and 0.02 s
+# with it, yaqa 54 s and 0.7 s. No time with the kernel has been measured.
+BY_KERNEL = 6
+BY_TORCH = {"none": 333, "int": 957, "float": 439}
+TABLE_COLUMN, TABLE_GROUP = 12, 800
+LAUNCHES = 100  # ops between two synchronisations when a launch is timed
 
 
 def seconds(plan: Plan, device: torch.device) -> float:
-    """Estimated seconds of a calibration: its operations at the rate of a matmul that is timed here."""
+    """Estimated seconds of a calibration: its operations at the rate of a matmul that is timed here, and a GPU's launches."""
     alone, together = _operations(plan)
     recorded = device.type == "cuda" and all(i.kind != "expert" for i in plan.items)
-    return (OVERHEAD * alone + (RECORDED if recorded else OVERHEAD * LEARNING) * together) * _operation_s(device)
+    work = (OVERHEAD * alone + (RECORDED if recorded else OVERHEAD * LEARNING) * together) * _operation_s(device)
+    if device.type != "cuda":
+        return work
+    return work + OVERHEAD * sum(_launches(i, device.type) for i in plan.items) * _launch_s(device)
+
+
+def _launches(item: Item, device: str) -> float:
+    """The launches that round a matrix column by column; 0 for methods that do not."""
+    if not item.scheme or not item.method or not quantizers.carries_errors(item.method):
+        return 0
+    N, K = item.shape[-2:]
+    rounds = -(-N // max(1, quantizers.GPTQ_SLAB // K))
+    if rounds_both_sides(item):
+        rounds = max(rounds, min(yaqa.STEPS, -(-N // yaqa.FEWEST)))
+    return item.params / (N * K) * rounds * item.scheme.groups(K) * _group_launches(item.scheme, device)
+
+
+def _group_launches(scheme: Scheme, device: str) -> int:
+    """The launches that round a group of columns."""
+    if scheme.table:
+        return TABLE_GROUP + TABLE_COLUMN * scheme.group_size
+    kernel = lsq.implementation(device)
+    return BY_KERNEL if kernel and scheme.group_size <= kernel.MOST else BY_TORCH[scheme.zero]
+
+
+@cache
+def _launch_s(device: torch.device) -> float:
+    """Seconds of a launch of a small operation, timed once per process."""
+    x = torch.zeros(16, 16, device=device)
+
+    def many() -> torch.Tensor:
+        for _ in range(LAUNCHES):
+            x.add_(1)
+        return x
+
+    return fastest_s(many) / LAUNCHES
 
 
 @cache

@@ -1,0 +1,101 @@
+"""The seconds that a plan names for a calibration (calibrate/cost.py)."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowq_cli.calibrate import cost
+from lowq_cli.quantizers import gptq
+from lowq_cli.quantizers._table_fit import companion_of
+from lowq_packers.scheme import ZERO_KINDS, Scheme
+
+# operations that launch nothing on a GPU: views, and tensors that nothing fills
+VIEWS = {"view", "slice", "select", "unsqueeze", "squeeze", "t", "transpose", "expand", "detach", "alias", "diagonal"}
+VIEWS |= {"empty", "empty_like", "new_empty", "empty_strided", "as_strided", "permute", "unbind", "split"}
+VIEWS |= {"_unsafe_view", "lift_fresh"}
+KINDS = ((4, 64, "nf4"), (4, 32, "fitted/e4m3"), (2, 16, "fitted/e4m3"), (4, 16, "e2m1/e4m3"), (4, 32, "e2m1/e8m0"))
+TABLES = [Scheme.of(*kind) for kind in KINDS]
+
+
+class Counter(TorchDispatchMode):
+    """Counts the launches; `kernel` stands for one, whatever it runs."""
+
+    launches, inside = 0, False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.launches += not self.inside and func.overloadpacket.__name__ not in VIEWS
+        return func(*args, **(kwargs or {}))
+
+    def kernel(self, f):
+        def run(*args):
+            self.launches += not self.inside
+            before, self.inside = self.inside, True
+            out = f(*args)
+            self.inside = before
+            return out
+
+        return run
+
+
+def launches(monkeypatch, scheme, fit_too):
+    """The launches that one more group takes in gptq."""
+    counts = []
+    for G in (2, 3):
+        W, counter = torch.randn(8, G * scheme.group_size, generator=torch.Generator().manual_seed(0)), Counter()
+        with monkeypatch.context() as m:
+            m.setattr(gptq, "round_block", counter.kernel(gptq.round_block))
+            if fit_too:
+                m.setattr(gptq, "fit_grid", counter.kernel(gptq.fit_grid))
+            table = companion_of(W, scheme)
+            with counter:
+                gptq.quantize(W, scheme, torch.bfloat16, None, None, table)
+        counts.append(counter.launches)
+    return counts[1] - counts[0]
+
+
+@pytest.mark.parametrize("zero", ZERO_KINDS)
+def test_launches_of_a_group_are_those_that_are_counted(monkeypatch, zero):
+    scheme = Scheme(4, 64, zero)
+    assert launches(monkeypatch, scheme, True) == pytest.approx(cost.BY_KERNEL, abs=1)
+    assert launches(monkeypatch, scheme, False) == pytest.approx(cost.BY_TORCH[zero], rel=0.15)  # the search may end early
+
+
+def test_launches_of_a_table_are_at_most_those_that_are_counted(monkeypatch):
+    counts = {s: launches(monkeypatch, s, False) for s in TABLES}
+    assert all(n <= cost._group_launches(s, "cpu") for s, n in counts.items()), counts
+    assert any(n >= 0.95 * cost._group_launches(s, "cpu") for s, n in counts.items()), counts
+
+
+def plan(scheme, method, shape=(2048, 2048), kind="linear"):
+    """A plan of one matrix."""
+    item = SimpleNamespace(
+        name="model.layers.0.a", kind=kind, shape=shape, params=shape[0] * shape[1], scheme=scheme, method=method
+    )
+    return SimpleNamespace(items=[item], recipe=SimpleNamespace(tokens=4096))
+
+
+def test_only_a_gpus_estimate_counts_launches(monkeypatch):
+    monkeypatch.setattr(cost, "_operation_s", lambda device: 1e-12)
+    monkeypatch.setattr(cost, "_launch_s", lambda device: 1.0)
+    gptqs = plan(Scheme(4, 64), "gptq")
+    here = cost.seconds(gptqs, torch.device("cpu"))
+    assert here == pytest.approx(cost.OVERHEAD * cost.operations(gptqs) * 1e-12)
+    there = cost.seconds(gptqs, torch.device("cuda")) - here
+    each = cost.OVERHEAD * cost._group_launches(Scheme(4, 64), "cuda")
+    assert there == pytest.approx(2048 // 64 * each)
+    awqs = plan(Scheme(4, 64), "awq")
+    assert cost.seconds(awqs, torch.device("cuda")) == cost.seconds(awqs, torch.device("cpu"))
+
+
+def test_yaqa_takes_a_gptqs_launches_in_each_step():
+    matrix, small = (plan(Scheme(4, 64), "yaqa", shape).items[0] for shape in ((2048, 2048), (64, 2048)))
+    group = cost._group_launches(Scheme(4, 64), "cpu")
+    assert cost._launches(matrix, "cpu") == 32 * 32 * group
+    assert cost._launches(small, "cpu") == 4 * 32 * group
+    assert cost._launches(plan(Scheme(4, 64), "gptq", (16384, 2048)).items[0], "cpu") == 2 * 32 * group
+
+
+def test_a_launch_is_timed():
+    assert 0 < cost._launch_s(torch.device("cpu")) < 1e-3
