@@ -1,10 +1,10 @@
 """triton/latent: one token of each sequence over its cache of latents, absorbed, in three kernels.
 
-    absorb  (heads, rank in blocks, rows in 16s): queries in the dims of the latents, k_up^T q, and turned; a program a
+    absorb  (heads, rank in blocks, rows in up to 64s): queries in the dims of the latents, k_up^T q, and turned; a program a
             sequence more writes the new token's normed latent and turned key into the cache
-    attend  (sequences x heads in 16s, splits): softmax over a chunk of slots; the queries of all heads share one key
+    attend  (sequences x heads in 16s or 64s, splits): softmax over a chunk of slots; the queries of all heads share one key
     values  (heads, v_dim in blocks, sequences): the splits' parts are added up in their order, and brought to values, v_up y;
-            where the splits are few, (heads, v_dim in blocks, sequences in 16s), so that sequences share a read of v_up
+            where the splits are few, (heads, v_dim in blocks, sequences in up to 64s), so that sequences share a read of v_up
 
 Maths   softmax(scale * q . [latent, key]) latent, online in base 2; everything that is multiplied is in the cache's dtype
 Paged   PAGE slots a block, found by a table; 0: a cache a sequence
@@ -14,6 +14,8 @@ Source  own; absorbed as in DeepSeek-V2 (arXiv:2405.04434), split as in Flash-De
 
 # mypy: allow-untyped-defs
 # (the arguments of a Triton kernel are pointers and blocks, which Python's types do not name)
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -28,20 +30,36 @@ from lowq_kernels.decode.launch import pdl
 from lowq_kernels.decode.prepare_triton import normed, pairs, statistics
 from lowq_kernels.dispatch.registry import FLOATS, Config, register
 
-ROWS = 16  # queries per matrix product: heads of a sequence, or sequences of a head
+ROWS = 16  # min. queries per matrix product: heads of a sequence, or sequences of a head
+MOST_ROWS = 64  # max. sequences of a head per matrix product with k_up or v_up
 RANK_BLOCK = 64  # latent dims per program of `absorb`
-BLOCK_N = 32  # slots per tile
 PROGRAMS = 256  # target number of programs: about two per multiprocessor
 MOST_SPLITS = 64
 VALUES = 64  # values of a head per program of `values`
+VALUES_RANK = 128  # latent dims per matrix product with v_up
 PARTS = 8  # splits merged at once
 # Max. splits for which several sequences are brought to values by one matrix product. With a program for each, deepseek_v3 (128
 # heads) took 45 us a layer for 8 sequences and 324 us for 64 on an H200, 30% of its step.
-FEW_SPLITS = 4
+FEW_SPLITS = 16
 # Whether a program reads its first tile before the previous kernel has ended (launch.py). Not over a paged cache, where several
 # rows, drafts, may be of one sequence and read what each other's `absorb` writes. On an H200 a layer of deepseek_v2 takes 1.4
 # us less with it, with eight sequences 2
 EARLY = True
+
+
+class Tiles(NamedTuple):
+    """How `attend` is cut: heads and slots per tile, and the target number of programs."""
+
+    heads: int
+    slots: int
+    programs: int = PROGRAMS
+
+
+# By the least number of queries, heads of all sequences. H200, one layer of deepseek_v3 (128 heads), us, for the tiles that are
+# taken and those before: 2 sequences of 220 tokens 27.9 and 29.1, 8 of 220 29.9 and 32.5, 8 of 4,000 101 and 139; 16 of 1,000
+# 53, 65 and 84, 64 of 220 50, 68 and 79, 64 of 3,000 244, 461 and 652; but 32 of 220 49, 45 and 52.
+TILES = ((2048, Tiles(64, 64, 128)), (512, Tiles(16, 64)), (0, Tiles(16, 32)))
+WIDEST = 576  # max. dims of a latent and its key in tiles of 64 heads: those of 640 need more shared memory than there is
 
 
 @triton.jit
@@ -149,10 +167,11 @@ def _joined(acc, total, top, part, weight, score):
 def _attend_kernel(
     q_ptr, cache_ptr, pos_ptr, table_ptr, part_ptr, sums_ptr, S, scale,
     HEADS: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
-    TRIGGER: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr, WHOLE: tl.constexpr,
+    PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
-    """Parts (B, HEADS, SPLITS, RANK) and sums (B, HEADS, SPLITS, 2): the highest score and the sum, both in base 2."""
+    """Parts (B, HEADS, SPLITS, RANK) and sums (B, HEADS, SPLITS, 2): the highest score and the sum, both in base 2. WHOLE: the
+    one split's parts are the weighted means of latents, and there are no sums."""
     BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     b, split = tl.program_id(0) // BLOCKS, tl.program_id(1)
     heads, dims = tl.program_id(0) % BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_RANK)
@@ -197,9 +216,12 @@ def _attend_kernel(
         acc, top, total = _tile(acc, top, total, q, q_turned, held, keys, there, scale)
     at = (b.to(tl.int64) * HEADS + heads) * SPLITS + split
     mask = (heads < HEADS)[:, None] & (dims < RANK)[None, :]
-    tl.store(part_ptr + at[:, None] * RANK + dims[None, :], acc, mask=mask)
-    tl.store(sums_ptr + at * 2, top, mask=heads < HEADS)
-    tl.store(sums_ptr + at * 2 + 1, total, mask=heads < HEADS)
+    if WHOLE:
+        acc = acc / total[:, None]
+    else:
+        tl.store(sums_ptr + at * 2, top, mask=heads < HEADS)
+        tl.store(sums_ptr + at * 2 + 1, total, mask=heads < HEADS)
+    tl.store(part_ptr + at[:, None] * RANK + dims[None, :], acc.to(part_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -239,35 +261,59 @@ def _values_of_rows_kernel(
     HEADS: tl.constexpr, RANK: tl.constexpr, V: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr, BLOCK_RANK: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
-    """As `_values_kernel`, for BLOCK_B sequences of a head."""
+    """As `_values_kernel`, for BLOCK_B sequences of a head; the one split of SPLITS = 1 has the means of latents."""
     head, rows = tl.program_id(0), tl.program_id(2) * BLOCK_B + tl.arange(0, BLOCK_B)
-    values, dims = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_RANK)
-    up = v_up_ptr + (head * V + values)[:, None] * RANK + dims[None, :]
-    up = tl.load(up, mask=(values < V)[:, None] & (dims < RANK)[None, :], other=0.0)
+    values, there = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V), rows < B
     if TRIGGER:
         gdc_launch_dependents()
-    n = tl.load(pos_ptr + rows, mask=rows < B, other=0) + 1
-    live = tl.where(rows < B, tl.cdiv(n, _chunk(n, SPLITS, BLOCK_N)), 0)
+    n = tl.load(pos_ptr + rows, mask=there, other=0) + 1
+    live = tl.where(there, tl.cdiv(n, _chunk(n, SPLITS, BLOCK_N)), 0)
+    of = (rows.to(tl.int64) * HEADS + head) * SPLITS
     if PDL:
         gdc_wait()
-    of = (rows.to(tl.int64) * HEADS + head) * SPLITS
-    acc, total = tl.zeros((BLOCK_B, BLOCK_RANK), tl.float32), tl.zeros((BLOCK_B, 1), tl.float32)
-    top = tl.full((BLOCK_B, 1), -1.0e30, tl.float32)
-    for split in range(SPLITS):
-        at, mine = (of + split)[:, None], (split < live)[:, None]
-        score = tl.load(sums_ptr + at * 2, mask=mine, other=-1.0e30)
-        weight = tl.load(sums_ptr + at * 2 + 1, mask=mine, other=0.0)
-        part = tl.load(part_ptr + at * RANK + dims[None, :], mask=mine & (dims < RANK)[None, :], other=0.0)
-        acc, total, top = _joined(acc, total, top, part, weight, score)
-    latents = acc / tl.where((rows < B)[:, None], total, 1.0)
-    y = tl.dot(latents.to(up.dtype), tl.trans(up), input_precision="ieee")
+    top, total = tl.full((BLOCK_B,), -1.0e30, tl.float32), tl.full((BLOCK_B,), 1.0, tl.float32)
+    if SPLITS > 1:
+        for split in range(SPLITS):
+            top = tl.maximum(top, tl.load(sums_ptr + (of + split) * 2, mask=split < live, other=-1.0e30))
+        total = tl.where(there, 0.0, 1.0)
+        for split in range(SPLITS):
+            share = tl.exp2(tl.load(sums_ptr + (of + split) * 2, mask=split < live, other=-1.0e30) - top)
+            total += share * tl.load(sums_ptr + (of + split) * 2 + 1, mask=split < live, other=0.0)
+    y = tl.zeros((BLOCK_B, BLOCK_V), tl.float32)
+    for start in range(0, RANK, BLOCK_RANK):
+        dims = start + tl.arange(0, BLOCK_RANK)
+        up = v_up_ptr + (head * V + values)[:, None] * RANK + dims[None, :]
+        up = tl.load(up, mask=(values < V)[:, None] & (dims < RANK)[None, :], other=0.0)
+        parts = part_ptr + of[:, None] * RANK + dims[None, :]
+        if SPLITS == 1:
+            latents = tl.load(parts, mask=there[:, None] & (dims < RANK)[None, :], other=0.0)
+        else:
+            latents = tl.zeros((BLOCK_B, BLOCK_RANK), tl.float32)
+            for split in range(SPLITS):
+                share = tl.exp2(tl.load(sums_ptr + (of + split) * 2, mask=split < live, other=-1.0e30) - top) / total
+                mask = (split < live)[:, None] & (dims < RANK)[None, :]
+                latents += tl.load(parts + split * RANK, mask=mask, other=0.0) * share[:, None]
+        y = tl.dot(latents.to(up.dtype), tl.trans(up), y, input_precision="ieee")
     to = y_ptr + (rows.to(tl.int64) * HEADS + head)[:, None] * V + values[None, :]
-    tl.store(to, y.to(y_ptr.dtype.element_ty), mask=(rows < B)[:, None] & (values < V)[None, :])
+    tl.store(to, y.to(y_ptr.dtype.element_ty), mask=there[:, None] & (values < V)[None, :])
 
 
-def splits_for(heads: int) -> int:
+def rows_for(batch: int) -> int:
+    """Sequences per matrix product of `absorb` and `values`."""
+    return min(MOST_ROWS, max(ROWS, triton.next_power_of_2(batch)))
+
+
+def tiles_for(batch: int, heads: int, width: int, size: int) -> Tiles:
+    """The tiles for so many sequences and heads, over caches of so many dims of `size` bytes."""
+    for least, tiles in TILES[:-1] if size == 2 else ():
+        if batch * heads >= least and (tiles.heads == ROWS or (heads >= tiles.heads and width <= WIDEST)):
+            return tiles
+    return TILES[-1][1]
+
+
+def splits_for(blocks: int, programs: int = PROGRAMS) -> int:
     """Programs for each of so many blocks of heads of all sequences."""
-    return min(MOST_SPLITS, max(1, triton.next_power_of_2(PROGRAMS // heads)))
+    return min(MOST_SPLITS, max(1, triton.next_power_of_2(programs // blocks)))
 
 
 def _refuse(call: LatentCall) -> str | None:
@@ -300,32 +346,36 @@ def step(
         S, page = table.shape[1], S
     by = (0.0, 1.0, 0.0) if scale is None else (scale.beta, float(scale.period), float(scale.offset))
     queries, width, turned = q.new_empty(B, f.heads, f.rank + f.rotated), padded(f.rank), padded(f.rotated)
-    block, BLOCK_NOPE = min(RANK_BLOCK, width), padded(f.nope)
-    _absorb_kernel[(f.heads + B, triton.cdiv(f.rank, block), triton.cdiv(B, ROWS))](
+    block, BLOCK_NOPE, rows = min(RANK_BLOCK, width), padded(f.nope), rows_for(B)
+    _absorb_kernel[(f.heads + B, triton.cdiv(f.rank, block), triton.cdiv(B, rows))](
         q, latent, f.k_up, cache, pos, table, cos, sin, f.norm.weight, f.norm.bias, queries, B, S,
         q.stride(0), latent.stride(0), f.norm.eps, *by,
         HEADS=f.heads, NOPE=f.nope, R=f.rotated, RANK=f.rank, PAGE=page, NEIGHBOURS=f.pairing == "neighbours",
         SCALED=scale is not None, LAYER=f.norm.kind == "layer", WEIGHT=f.norm.weight is not None,
-        BIAS=f.norm.bias is not None, BLOCK_B=ROWS, BLOCK_NOPE=BLOCK_NOPE, BLOCK_R=turned, BLOCK_RANK=block, WHOLE=width,
+        BIAS=f.norm.bias is not None, BLOCK_B=rows, BLOCK_NOPE=BLOCK_NOPE, BLOCK_R=turned, BLOCK_RANK=block, WHOLE=width,
         num_warps=4, **pdl(q),
     )  # fmt: skip
-    of_heads = B * triton.cdiv(f.heads, ROWS)
-    splits = config["SPLITS"] if config else splits_for(of_heads)
-    part = torch.empty(B, f.heads, splits, f.rank, dtype=torch.float32, device=q.device)
+    tiles = tiles_for(B, f.heads, width + turned, q.element_size())
+    blocks = B * triton.cdiv(f.heads, tiles.heads)
+    splits = config["SPLITS"] if config else splits_for(blocks, tiles.programs)
+    of_rows = B > 1 and splits <= FEW_SPLITS
+    whole = of_rows and splits == 1
+    part = torch.empty(B, f.heads, splits, f.rank, dtype=q.dtype if whole else torch.float32, device=q.device)
     sums = torch.empty(B, f.heads, splits, 2, dtype=torch.float32, device=q.device)
-    _attend_kernel[(of_heads, splits)](
+    _attend_kernel[(blocks, splits)](
         queries, cache, pos, table, part, sums, S, f.scale * LOG2E, HEADS=f.heads, R=f.rotated, RANK=f.rank, SPLITS=splits,
-        PAGE=page, BLOCK_H=ROWS, BLOCK_R=turned, BLOCK_RANK=width, BLOCK_N=BLOCK_N, EARLY=EARLY and not page,
-        num_warps=8, num_stages=2, **pdl(q),
+        PAGE=page, BLOCK_H=tiles.heads, BLOCK_R=turned, BLOCK_RANK=width, BLOCK_N=tiles.slots, EARLY=EARLY and not page,
+        WHOLE=whole, num_warps=8, num_stages=2, **pdl(q),
     )  # fmt: skip
     y, BLOCK_V = q.new_empty(B, f.heads * f.v_dim), min(VALUES, triton.next_power_of_2(f.v_dim))
-    shape = {"HEADS": f.heads, "RANK": f.rank, "V": f.v_dim, "SPLITS": splits, "BLOCK_N": BLOCK_N, "BLOCK_RANK": width}
-    if B > 1 and splits <= FEW_SPLITS:
-        _values_of_rows_kernel[(f.heads, triton.cdiv(f.v_dim, BLOCK_V), triton.cdiv(B, ROWS))](
-            part, sums, pos, f.v_up, y, B, **shape, BLOCK_B=ROWS, BLOCK_V=max(ROWS, BLOCK_V), num_warps=8, **pdl(q)
-        )
+    shape = {"HEADS": f.heads, "RANK": f.rank, "V": f.v_dim, "SPLITS": splits, "BLOCK_N": tiles.slots}
+    if of_rows:
+        _values_of_rows_kernel[(f.heads, triton.cdiv(f.v_dim, BLOCK_V), triton.cdiv(B, rows))](
+            part, sums, pos, f.v_up, y, B, **shape,
+            BLOCK_B=rows, BLOCK_RANK=min(VALUES_RANK, width), BLOCK_V=max(ROWS, BLOCK_V), num_warps=4, **pdl(q),
+        )  # fmt: skip
     else:
         _values_kernel[(f.heads, triton.cdiv(f.v_dim, BLOCK_V), B)](
-            part, sums, pos, f.v_up, y, **shape, BLOCK_V=BLOCK_V, PARTS=PARTS, num_warps=8, **pdl(q)
+            part, sums, pos, f.v_up, y, **shape, BLOCK_RANK=width, BLOCK_V=BLOCK_V, PARTS=PARTS, num_warps=8, **pdl(q)
         )
     return y

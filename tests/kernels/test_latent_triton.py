@@ -79,6 +79,32 @@ def test_however_it_is_split(splits):
     assert error(latent_triton.step(q, x, cache, pos, *tables, f, config={"SPLITS": splits}), expected) < 2e-3
 
 
+@pytest.mark.parametrize("splits", [1, 2, 16])
+@pytest.mark.parametrize("tiles", [tiles for _, tiles in latent_triton.TILES], ids=lambda t: f"{t.heads}x{t.slots}")
+def test_tiles_of_many_sequences(monkeypatch, tiles, splits):
+    """More sequences than a product with k_up or v_up takes, of lengths around those of tiles and splits."""
+    monkeypatch.setattr(latent_triton, "tiles_for", lambda *_: tiles)
+    monkeypatch.setattr(latent_triton, "MOST_ROWS", 16)
+    f, B = facts(SHAPES["odd"], torch.float16), 19
+    tables = [randn(S, 2, dtype=torch.float16) for _ in range(2)]
+    pos = torch.tensor([(31 * b) % (S - 1) for b in range(B)], dtype=torch.int32, device=DEVICE)
+    cache = randn(B, 1, S, 11, dtype=torch.float16)
+    for b, p in enumerate(pos.tolist()):
+        cache[b, :, p:] = float("nan")
+    q, x = randn(B, 21, dtype=torch.float16), randn(B, 11, dtype=torch.float16)
+    expected = latent.step_fixed(q, x, cache.nan_to_num(), pos, *tables, f)
+    y = latent_triton.step(q, x, cache, pos, *tables, f, config={"SPLITS": splits})
+    for b in range(B):
+        assert error(y[b], expected[b]) < 2e-3
+
+
+def test_tiles_fit_the_shared_memory():
+    assert latent_triton.tiles_for(64, 128, 576, 2).heads == 64
+    for narrow in ((64, 128, 640, 2), (1024, 16, 576, 2), (4, 128, 576, 2)):
+        assert latent_triton.tiles_for(*narrow) == latent_triton.Tiles(16, 64)
+    assert latent_triton.tiles_for(64, 128, 576, 4) == latent_triton.tiles_for(1, 16, 576, 2) == latent_triton.Tiles(16, 32)
+
+
 def test_dispatch():
     call = LatentCall(1, 4096, 128, 128, 64, 128, 512, "neighbours", False, torch.bfloat16, "cuda", (9, 0), 64)
     assert select(call)[0].name == "triton/latent"
