@@ -40,7 +40,7 @@ VALUES_RANK = 128  # latent dims per matrix product with v_up
 PARTS = 8  # splits merged at once
 # Max. splits for which several sequences are brought to values by one matrix product. With a program for each, deepseek_v3 (128
 # heads) took 45 us a layer for 8 sequences and 324 us for 64 on an H200, 30% of its step.
-FEW_SPLITS = 16
+FEW_SPLITS = 4
 # Whether a program reads its first tile before the previous kernel has ended (launch.py). Not over a paged cache, where several
 # rows, drafts, may be of one sequence and read what each other's `absorb` writes. On an H200 a layer of deepseek_v2 takes 1.4
 # us less with it, with eight sequences 2

@@ -16,22 +16,26 @@ from lowq_packers.scheme import Scheme
 
 # Duration of a calibration divided by the time that its operations take at the rate of one large matmul: the calibration's
 # matmuls are smaller, and it reads and writes between them. Measured twice with the demo, --recipe small, on one core: 86 s
-# instead of 36 s at that rate (2.4 times), and 112.5 s instead of 41 s (2.7 times).
-OVERHEAD = 2.6
+# instead of 36 s at that rate (2.4 times), and 112.5 s instead of 41 s (2.7 times). On an H200, layers of gptq and yaqa of 1B's
+# and 8B's shapes, SETUP left out: 1.3 to 1.7 times.
+OVERHEAD = {"cpu": 2.6, "cuda": 1.4}
+# Width of the matmul whose rate counts. On an H200 one of 1,024 takes 0.1 ms, most of it the host's: 2.3e13 operations per
+# second, and 1.1e13 right after a pause; 4,096: 5.0e13, as 8,192.
+WIDTH = {"cpu": 1024, "cuda": 4096}
+# Seconds that a GPU's calibration takes beside its layers: kernels compiled, texts read, files written. Measured: 9 to 12 s for
+# four layers of 1B's and two of 8B's shape on an H200.
+SETUP = 10.0
 WITHIN = 2  # factor by which a calibration may be slower or faster than estimated: covers those two runs and busy machines
 TIMINGS = 5  # timings of the matmul that gives the rate; the shortest counts, since other work delays some
 ROUNDING = 8  # slowdown of rounding against a matmul, measured on two cores; see `operations`
 LEARNING = 2.5  # slowdown of learning; story, 16,384 tokens, one core: 155 s for 6.0e12 operations; a matmul does 97e9/s
 # Duration of training all layers together as CUDA graphs, divided by the time of its operations at the matmul's rate, OVERHEAD
-# included. Base on an H200: 1,152 steps in 30 s, 2.8e13 operations per second; the matmul's rate is taken as 3.6e13 there.
-RECORDED = 1.3
+# included. On an H200: base, 1,152 steps in 30 s, 1.8; four layers of 1B's shape 1.1, two of 8B's 0.8 (the curvature included).
+RECORDED = 1.2
 # Launches per group of columns that gptq rounds: with the kernel of `fit_grid`; without it, by kind of zero; with a table per
 # column and per group, as the table with the most takes. Counted by test_estimates.py on a CPU, each kernel as one launch.
-# A launch takes OVERHEAD times as long as one of a row of equal small ops, which is timed; the factor is assumed here, as
-# rounding also slices tensors. Measured: 15 us per launch in gptq (H100, about 300 launches in 4.5 ms per group); 2.9 s for a
-# layer of the 1B shape there, streams and moments included (gptq, 4 bits g64); over 47 s for one with yaqa (H200), without the
-# kernel. Computed from 15 us, for the 256 groups of such a layer with float zeros: gptq 1.7 s without the kernel and 0.02 s
-# with it, yaqa 54 s and 0.7 s. No time with the kernel has been measured.
+# A launch is taken to last as long as one of a row of equal small ops, which is timed: 11 to 19 us on an H200's host, and
+# 15 us per launch in gptq on an H100's (about 300 launches in 4.5 ms per group).
 BY_KERNEL = 6
 BY_TORCH = {"none": 333, "int": 957, "float": 439}
 TABLE_COLUMN, TABLE_GROUP = 12, 800
@@ -42,10 +46,11 @@ def seconds(plan: Plan, device: torch.device) -> float:
     """Estimated seconds of a calibration: its operations at the rate of a matmul that is timed here, and a GPU's launches."""
     alone, together = _operations(plan)
     recorded = device.type == "cuda" and all(i.kind != "expert" for i in plan.items)
-    work = (OVERHEAD * alone + (RECORDED if recorded else OVERHEAD * LEARNING) * together) * _operation_s(device)
-    if device.type != "cuda":
+    over = OVERHEAD.get(device.type, OVERHEAD["cpu"])
+    work = (over * alone + (RECORDED if recorded else over * LEARNING) * together) * _operation_s(device)
+    if device.type != "cuda" or not work:
         return work
-    return work + OVERHEAD * sum(_launches(i, device.type) for i in plan.items) * _launch_s(device)
+    return work + SETUP + sum(_launches(i, device.type) for i in plan.items) * _launch_s(device)
 
 
 def _launches(item: Item, device: str) -> float:
@@ -83,8 +88,9 @@ def _launch_s(device: torch.device) -> float:
 @cache
 def _operation_s(device: torch.device) -> float:
     """Seconds per operation of a large matmul, timed once per process: a run makes several plans."""
-    x = torch.randn(1024, 1024, device=device)
-    return fastest_s(lambda: x @ x) / (2 * 1024**3)
+    width = WIDTH.get(device.type, WIDTH["cpu"])
+    x = torch.randn(width, width, device=device)
+    return fastest_s(lambda: x @ x) / (2 * width**3)
 
 
 def fastest_s(f: Callable[[], torch.Tensor]) -> float:

@@ -81,12 +81,17 @@ def test_only_a_gpus_estimate_counts_launches(monkeypatch):
     monkeypatch.setattr(cost, "_launch_s", lambda device: 1.0)
     gptqs = plan(Scheme(4, 64), "gptq")
     here = cost.seconds(gptqs, torch.device("cpu"))
-    assert here == pytest.approx(cost.OVERHEAD * cost.operations(gptqs) * 1e-12)
-    there = cost.seconds(gptqs, torch.device("cuda")) - here
-    each = cost.OVERHEAD * cost._group_launches(Scheme(4, 64), "cuda")
-    assert there == pytest.approx(2048 // 64 * each)
-    awqs = plan(Scheme(4, 64), "awq")
-    assert cost.seconds(awqs, torch.device("cuda")) == cost.seconds(awqs, torch.device("cpu"))
+    assert here == pytest.approx(cost.OVERHEAD["cpu"] * cost.operations(gptqs) * 1e-12)
+    layers = here / cost.OVERHEAD["cpu"] * cost.OVERHEAD["cuda"] + cost.SETUP
+    there = cost.seconds(gptqs, torch.device("cuda")) - layers
+    assert there == pytest.approx(2048 // 64 * cost._group_launches(Scheme(4, 64), "cuda"))
+    assert cost.seconds(plan(Scheme(4, 64), "awq"), torch.device("cuda")) == pytest.approx(layers)  # no launches of rounding
+
+
+def test_nothing_to_calibrate_takes_no_time(monkeypatch):
+    monkeypatch.setattr(cost, "_operations", lambda plan: (0.0, 0.0))
+    monkeypatch.setattr(cost, "_operation_s", lambda device: 1e-12)
+    assert cost.seconds(plan(Scheme(4, 64), "gptq"), torch.device("cuda")) == 0
 
 
 def test_yaqa_takes_a_gptqs_launches_in_each_step():
