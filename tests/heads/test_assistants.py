@@ -22,7 +22,7 @@ from test_packed import ROUND, values
 from test_streaming import PROMPTS, SAMPLED, said
 
 import lowq
-from lowq_cli.engine import heads
+from lowq_cli.engine import heads, native_loader
 from lowq_cli.engine.batch import Batch, KeyValues, Rectangle
 from lowq_cli.engine.decoders import decoder_of
 from lowq_cli.engine.drafts.drafter import DraftRows
@@ -31,6 +31,7 @@ from lowq_cli.engine.open_model import ready
 from lowq_cli.engine.plan import plan_of
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.state import static_state
+from lowq_cli.files.source import open_source
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
 from lowq_packers.heads import read_head
@@ -41,6 +42,7 @@ TEXT = torch.randint(3, pub.VOCAB, (21,), generator=torch.Generator().manual_see
 TARGETS = ("gemma4_text/e2b", "gemma4_text/31b")  # keys shared by the last layers; keys that are values, and none shared
 LENT = {"gemma4_text/e2b": (1, 2), "gemma4_text/31b": (4, 5)}  # the last layers with keys: with a window, without
 ORDERED = {"use_ordered_embeddings": True, "num_centroids": 16, "centroid_intermediate_top_k": 3}
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 NARROW = ("hidden_size", "intermediate_size", "num_hidden_layers", "layer_types", "num_kv_shared_layers", "per_layer_config")
 ABSENT = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "enable_moe_block": False}
 
@@ -214,6 +216,37 @@ def test_texts_with_an_assistant_are_those_without(gemma, tmp_path, every_step):
             tokens, drafting = said(ours, prompt, str(tmp_path / name), **how)
             assert tokens == plain
             assert drafting.steps > 0
+
+
+def on_a_device(tmp_path, family, device, dtype, more):
+    """A model and an assistant of it on a device, and transformers' classes of both, of the same weights."""
+    model, made = pub.target(tmp_path / "model", family), assistant(tmp_path / "head", family, **more)
+    for folder, written in (("model", model), ("head", made)):
+        written.to(dtype).save_pretrained(tmp_path / folder)
+    with open_source(str(tmp_path / "model")) as source:
+        return native_loader.read(source, torch.device(device)), model.float(), made.float()
+
+
+@pytest.mark.parametrize("more", [{}, ORDERED], ids=["plain", "centroids"])
+@pytest.mark.parametrize("family", TARGETS)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])
+def test_an_assistant_on_a_device(device, family, more, tmp_path, every_step):
+    """Recorded steps on a GPU: texts are those without drafts, and the first guesses those of transformers' class."""
+    ours, model, made = on_a_device(tmp_path, family, device, torch.float16 if device == "cuda" else torch.float32, more)
+    for prompt in PROMPTS:
+        plain, _ = said(ours, prompt, "none")
+        tokens, drafting = said(ours, prompt, str(tmp_path / "head"))
+        assert tokens == plain
+        assert drafting.steps > 0
+    decoder, guesses, expected = decoder_of(ours), [], []
+    decoder.drafts = True
+    decoder.attach(load(str(tmp_path / "head"), ours))
+    for n in range(8, len(TEXT) + 1):
+        token = decoder.start([TEXT[:n].tolist()], Sampling(), 16).cpu()
+        guesses += decoder.attached.guesses[:K].tolist()
+        expected += reference(made, model, torch.cat((TEXT[:n], token)), LENT[family])[0]
+    same = sum(a == b for a, b in zip(guesses, expected, strict=True)) / len(expected)
+    assert same == 1 if device == "cpu" else same > 0.9  # in fp16 a near tie may fall the other way
 
 
 @pytest.mark.parametrize("more", [{}, ORDERED], ids=["plain", "centroids"])
