@@ -7,7 +7,6 @@ group has a separate number of blocks; a group with a window has as many as its 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from lowq_cli.serving.batch_state import BatchState
 from lowq_cli.serving.cache_groups import Group
 from lowq_cli.serving.measurements import Measurements
 from lowq_cli.serving.model_runner import ModelRunner
-from lowq_cli.serving.pass_sizes import RECORDED, TOTALS
+from lowq_cli.serving.pass_sizes import TOTALS
 from lowq_cli.serving.scheduler import MOST_PREFILLING
 from lowq_cli.serving.token_budget import TokenBudget
 from lowq_kernels.decode import kv
@@ -33,7 +32,9 @@ from lowq_packers.errors import DoesNotFitError
 NO_LIMIT = 32768  # max. tokens of a sequence if the model's config names no limit
 SHARE = {"cuda": 0.95, "cpu": 0.5}  # fraction of the free memory that the cache takes
 BESIDE = 1 << 30  # bytes of a GPU that are left for recorded passes and libraries
-LITTLE = 0.25  # a cache below this fraction of a GPU's free memory leaves room for any pass, so that no trial pass is run
+LITTLE = 0.25  # a cache below this fraction of a GPU's free memory leaves room for any pass: no trial pass is needed
+# Free bytes of a GPU that suffice for any pass, and for launches of kernels in threads: logits of 4,096 rows take 1 GB in each.
+ROOM = 12 << 30
 LEAST = 2  # min. blocks of a cache, including the null block
 SNAPSHOTS = 2  # snapshots of recurrent states per running sequence: one of its prompt and one of its answer
 COPIES = 32  # slots of recurrent states for rows of drafts: the longest drafts of two sequences in a pass
@@ -117,12 +118,14 @@ def make_cache(
     reserve: int = 0,
     drafter: Plan | None = None,
     known: Measurements | None = None,
+    later: bool = False,
 ) -> Cache:
     """Allocate a cache in format `kind` for `most` sequences at once, of at most `tokens` tokens and `most_bytes` bytes.
 
     reads: total prompt tokens to come, if known. drafts: whether passes check drafts. reserve: bytes of host memory that are
     reserved for other uses. drafter: the plan of a drafter, whose keys and values are stored in blocks with the numbers of
-    those of layers that see all tokens. known: the measurements of an earlier load, which replace those of trial passes.
+    those of layers that see all tokens. known: the measurements of an earlier load, which replace those of trial passes. later:
+    passes are recorded and timed later, so that no trial pass is run where the cache leaves room for any.
 
     Raises DoesNotFitError where the device has no room.
     """
@@ -132,14 +135,16 @@ def make_cache(
     states = sizes.state_bytes * (slots + snapshots + copies + 1)
     n = 1 + -(-min(tokens or most * longest, most * longest) // BLOCK)
     try:
-        token_budget, beside, room = None, 0, memory.available_memory()
+        token_budget, beside, room = None, 0 if known is None else known.beside, memory.available_memory()
         room = None if room is None else room - reserve
-        cache_bytes = states + sizes.bytes(sizes.blocks(n, most, longest))
-        little = device.type == "cuda" and reads is not None and cache_bytes <= LITTLE * torch.cuda.mem_get_info(device)[0]
+        wanted = min([states + sizes.bytes(sizes.blocks(n, most, longest)), *([] if most_bytes is None else [most_bytes])])
+        untried = device.type == "cuda" and (later or reads is not None)
+        free = torch.cuda.mem_get_info(device)[0] if untried else 0
+        little = untried and wanted <= max(LITTLE * free, (free - ROOM) * later)
         if device.type == "cuda":
-            if known is None and not little:
+            if not (little or beside):
                 beside, token_budget = _trial(plan, kind, most, longest, fixed)
-            room = None if little else _free() - (beside if known is None else known.beside)
+            room = None if little else _free() - beside
         rooms = [] if room is None else [int(room * SHARE[device.type])]
         rooms += [] if most_bytes is None else [most_bytes]
         if rooms:
@@ -152,7 +157,7 @@ def make_cache(
         passes = _runner(plan, kind, most, longest, blocks, slots + snapshots + copies, fixed)
         passes.token_budget = token_budget or passes.token_budget
         passes.token_budget.known |= {} if known is None else known.passes
-        if little:
+        if little and known is None:
             passes.rows.flush()
             launch_all(launches(passes, reads), lambda n, of: None)
         cache_bytes = states + sizes.bytes(blocks)
@@ -227,9 +232,7 @@ def _trial(plan: Plan, kind: str, most: int, longest: int, fixed: bool) -> tuple
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    # other sizes are timed when recorded, or estimated from the nearest: timing 15 more passes would take a second
-    sizes = trial.sizes
-    timed = (t for t in sizes.totals if t > sizes.most_recorded and (t <= RECORDED or t % 1024 == 0))
-    for M, adapted in product(timed, sizes.kinds):
-        trial.measure(sizes.riding(most) if max(sizes.totals) == M and not fixed else 0, M, adapted)
+    for key in trial.sizes.timed:
+        if key not in trial.sizes.keys:  # the others are timed when they are recorded
+            trial.measure(*key)
     return torch.cuda.max_memory_allocated() - before + trial.graph_bytes() + BESIDE, trial.token_budget

@@ -70,6 +70,7 @@ class ContinuousEngine:
         prefer: even streams, early first tokens, or some of both (`token_budget.PREFER`).
         earlier: the measurements of an earlier load of this model, empty for the first one; None: those of this load are not
             asked for.
+        later: a request waits for this load: on a GPU, passes are recorded and timed when they repeat or nothing is to do.
     Attributes in addition to Engine's:
         host_cache: the cache's blocks in host memory, or None.
     Raises DoesNotFitError where the device has no room for a cache, UsageError for more than MOST_RUNNING requests at once.
@@ -91,6 +92,7 @@ class ContinuousEngine:
         draft: str | PagedDrafter = "none",
         host: Lent | None = None,
         earlier: Measurements | None = None,
+        later: bool = False,
     ) -> None:
         self.reason, self._brief = "", reads is not None
         plan = plans.plan_of(model)
@@ -107,11 +109,11 @@ class ContinuousEngine:
         sizes = (most, cache_tokens, deterministic, reads, cache_bytes, choice.name != "none", reserved)
         # recordings of passes with pictures and with a drafter are made at the start alone
         quick = plan.device.type == "cuda" and not deterministic and drafter is None and plan.model.images is None
-        self._earlier = earlier if quick else None
-        self._known = self._earlier if self._earlier is not None and self._earlier.passes else None
+        self._earlier, self._later = earlier if quick else None, quick and later
+        known = earlier if self._later and earlier is not None and earlier.passes else None
         drafter_plan = None if drafter is None else drafter.plan
-        cache = make_cache(model, plan, check_kind(kv), *sizes, drafter=drafter_plan, known=self._known)
-        self._beside = cache.beside
+        cache = make_cache(model, plan, check_kind(kv), *sizes, drafter=drafter_plan, known=known, later=self._later)
+        self._beside, self._known_drafts = cache.beside, {} if known is None else known.drafts
         self.passes, special = cache.passes, Special(cache.passes.rows, self.vocabulary, plan.ops.choose_rows)
         self._digests: list[bytes] = [] if plan.adapters is None else plan.adapters.digests
         self._everywhere = 0 if plan.adapters is None else plan.adapters.all
@@ -139,7 +141,7 @@ class ContinuousEngine:
         self._events: list[tuple[int, Event]] = []  # of passes that were read in this turn
         self._prompt_tokens, self._new_tokens, self._busy_s = 0, 0, 0.0
         self._thread: threading.Thread | None = None
-        self._unrecorded = self._known is not None  # whether passes are left to be recorded
+        self._unrecorded = self._later  # whether passes are left to be recorded
 
     def start(self, sink: Sink, done: Callable[[int, int], None] = lambda n, of: None) -> None:
         """Record the passes, then start the engine's thread. `done(n, of)` is called after each recording."""
@@ -147,10 +149,11 @@ class ContinuousEngine:
         if self.device.type == "cuda":
             with torch.inference_mode():
                 self.passes.rows.flush()
-                self.passes.record_when_met() if self._brief or self._known else self.passes.record(done)
+                self.passes.record_when_met() if self._brief or self._later else self.passes.record(done)
                 self.reason = self.passes.reason
                 if self.drafts is not None and not self.reason:
-                    self.drafts.passes.record_when_met(self._known.drafts) if self._known else self.drafts.passes.record()
+                    drafted = self.drafts.passes
+                    drafted.record_when_met(self._known_drafts) if self._later else drafted.record()
                     self.why_no_drafts = self.drafts.passes.reason
                 if self.reason or self.why_no_drafts:
                     self.drafts = self.pipeline.drafts = self.passes.noted = None
@@ -254,9 +257,9 @@ class ContinuousEngine:
 
     @property
     def measurements(self) -> Measurements | None:
-        """The measurements of this load, or those of the earlier one; None where passes are not recorded, or not later."""
-        if self._earlier is None or self._known is not None or self.reason:
-            return self._known
+        """The measurements of this load and earlier ones up to now; None where passes are not recorded, or not later."""
+        if self._earlier is None or self.reason:
+            return None
         drafts = {} if self.drafts is None else self.drafts.passes.seconds
         seconds = dict(self.passes.token_budget.known)
         return replace(self._earlier, beside=self._beside, passes=seconds, drafts=dict(drafts))
@@ -302,7 +305,7 @@ class ContinuousEngine:
         return not (self._incoming or self._cancelled or self.pipeline.flights or len(self._texts) > len(self._unseen))
 
     def _record_passes(self) -> None:
-        """While there is nothing to do, record the passes that the start has left."""
+        """While there is nothing to do, record and time the passes that the start has left."""
         while self._unrecorded and self._idle and not self._ending:
             self._pass()  # takes the rows of ended sequences out of use
             more = self.passes.record_next() or (self.drafts is not None and self.drafts.passes.record_next())

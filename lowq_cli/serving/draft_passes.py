@@ -154,9 +154,8 @@ class DraftPasses:
         self._begin()
         keys = self._keys()
         for i, key in enumerate(keys):
-            if not self._record(*key, first=True):
+            if not self._record_timed(key):
                 return
-            self.seconds[key] = self.passes.timed(self.captured[key][0].replay, key[1])
             done(i + 1, len(keys))
 
     def _keys(self) -> list[tuple[int, bool]]:
@@ -169,9 +168,18 @@ class DraftPasses:
         self.seconds, self.met = dict(seconds), set()
 
     def record_next(self) -> bool:
-        """Record one of the passes that `record_when_met` leaves; return False if there is none. As for `record`."""
-        key = None if self.met is None or self.reason else next((k for k in self._keys() if k not in self.captured), None)
-        return key is not None and self._record(*key, first=True)
+        """Record or time one of the passes that `record_when_met` leaves; return False if there is none. As for `record`."""
+        left = (k for k in self._keys() if k not in self.captured or k not in self.seconds)
+        key = None if self.met is None or self.reason else next(left, None)
+        return key is not None and self._record_timed(key)
+
+    def _record_timed(self, key: tuple[int, bool]) -> bool:
+        """Record and time a pass, if that was not done. Returns False if it cannot be recorded."""
+        if key not in self.captured and not self._record(*key, first=True):
+            return False
+        if key not in self.seconds:
+            self.seconds[key] = self.passes.timed(self.captured[key][0].replay, key[1])
+        return True
 
     def _begin(self) -> None:
         self.result = torch.zeros(2 * self.sizes[-1], dtype=torch.int64, device=self.device)

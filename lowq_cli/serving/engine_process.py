@@ -223,7 +223,7 @@ class ApartEngine:
                 if self._pipe.poll(BEAT_S):
                     batch, stats, closed = self._pipe.recv()
                     if batch is None:
-                        self.kept = stats
+                        self.kept, self.measurements = stats, closed
                         continue
                     self._heard = time.monotonic()
                     if stats.steps != self._stats.steps or not stats.running:

@@ -73,9 +73,10 @@ class EngineServer:
                 what, *rest = receive(self.pipe)
                 if what == "stop":
                     e.stop(0)
+                    self.send(None, None, e.measurements)
                     if rest[0]:
                         try:
-                            self.send(None, e.keep(), "")
+                            self.send(None, e.keep(), e.measurements)
                         except Exception as why:  # such as too little memory for the copy: prompts are then prefilled again
                             log_error("blocks of the cache are not kept", why)
                     return

@@ -78,6 +78,7 @@ class ModelRunner:
         self.left_pictured: Iterator[tuple[int, int, bool]] | None = None  # passes of `pictured` that were not recorded yet
         self.pool: Any = None  # memory that all recordings share
         self.met: set[tuple[int, int, bool]] | None = None  # sizes that ran once, if sizes are recorded when they first repeat
+        self.untimed: list[tuple[int, int, bool]] = []  # those that `record_next` times
         self.reason = ""  # why passes that should be recorded are not
         self.token_budget = TokenBudget(self.sizes.totals)
         self.teams = defaultdict[int, Team](Team)  # by number of rows that step
@@ -277,19 +278,16 @@ class ModelRunner:
     def record(self, done: Callable[[int, int], None] = lambda n, of: None) -> None:
         """Record and time the passes of `recorded`. No pass may be in flight, and no row may belong to a sequence.
 
-        If a pass cannot be recorded, this one and those after it are launched kernel by kernel, and `reason` says so. For
-        each number of rows, only the pass with the most rows that step is timed: passes with fewer take up to 10% less (8B
-        on an H200), and timing all 59 passes took 1.4 s.
+        If a pass cannot be recorded, this one and those after it are launched kernel by kernel, and `reason` says so.
         """
-        keys = self.sizes.keys
-        most = {M: b for b, M, _ in keys if b != M}
+        keys, timed = self.sizes.keys, self.sizes.timed
         counters.reserve(len(keys) * COUNTERS, self.device)
         for i, (b, M, adapted) in enumerate(keys):
             # larger passes, which were timed, gather latents by other kernels than recorded ones
             first = (adapted and M <= STEPS) or (self.by_text and b != M == self.sizes.totals[0])
             if not self._record(b, M, adapted, first):
                 return
-            if b in (M, most.get(M)):
+            if (b, M, adapted) in timed:
                 self.measure(b, M, adapted)
             done(i + 1, len(keys))
         while self.record_pictured():
@@ -299,14 +297,27 @@ class ModelRunner:
         """Record each size when it comes the second time; the first time compiles or loads its kernels."""
         counters.reserve(len(self.sizes.keys) * COUNTERS, self.device)
         self.met, self.pool = set(), torch.cuda.graph_pool_handle()  # with a pool, `capture` runs nothing on live rows
+        self.untimed = [key for key in self.sizes.timed if key not in self.token_budget.known]
 
     def record_next(self) -> bool:
-        """Record one of the passes that `record_when_met` leaves, in the order of `recorded`, then of `pictured`; return False
-        if there is none. As for `record`, no pass may be in flight, and no row may belong to a sequence."""
+        """Record one of the passes that `record_when_met` leaves, in the order of `recorded`, then of `pictured`, and time it
+        unless an earlier load has; between these, time larger ones. Return False if there is none. As for `record`, no pass may
+        be in flight, and no row may belong to a sequence."""
         if self.met is None:
             return False
-        key = next((k for k in self.sizes.keys if k not in self.captured), None)
-        return self.record_pictured() if key is None else self._record(*key, first=True)
+        keys, untimed = self.sizes.keys, self.untimed
+        key = next((k for k in (*keys, *untimed) if k not in self.captured or k in untimed), None)
+        if key is None:
+            return self.record_pictured()
+        if key in keys and key not in self.captured and not self._record(*key, first=True):
+            return False
+        if key in untimed:
+            untimed.remove(key)
+            try:
+                self.measure(*key)
+            except torch.OutOfMemoryError as e:  # its seconds are then estimated from those of other passes
+                log_error(f"passes of {key[1]} rows are not timed", e)
+        return True
 
     def _record(self, b: int, M: int, adapted: bool, first: bool = False, live: bool = False) -> bool:
         """Record a pass; `first`: run it before, which loads its kernels. live: rows belong to sequences, which a run would

@@ -32,7 +32,6 @@ from lowq_packers.arch.config import read_config
 from lowq_packers.errors import device_lost, log_error, one_line
 
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
-ROOM = 12 << 30  # min. free bytes of a GPU to compile ahead: logits of 4,096 rows take 1 GB per thread
 WAYS = (Sampling(), Sampling(temperature=1.0))
 
 
@@ -41,7 +40,7 @@ def compile_ahead(prepared: Prepared, stopped: Callable[[], bool]) -> None:
     device = torch.device(str(prepared.workers[0]))
     try:
         with torch.inference_mode():
-            if torch.cuda.mem_get_info(device)[0] < ROOM:
+            if torch.cuda.mem_get_info(device)[0] < cache_allocator.ROOM:
                 return
             source = stand_in(prepared.source, prepared.plan, prepared.out)
             model = native_loader.read(cast(Source, source), device, Blank)

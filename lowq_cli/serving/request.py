@@ -283,7 +283,7 @@ class Engine(Protocol):
 
     @property
     def measurements(self) -> Measurements | None:
-        """What a later engine of the same model need not measure; known after `start`; None for nothing."""
+        """What a later engine of the same model need not measure, as far as it is known now; None for nothing."""
         ...
 
     def keep(self) -> Any:

@@ -483,7 +483,8 @@ def test_on_a_gpu_a_later_load_records_passes_with_pictures():
     """At its start, as the first load: later loads of models that take pictures have no measurements to take over."""
     asked, found, earlier = some("qwen3_vl"), [], Measurements(b"key")
     for load in ("first", "later"):
-        engine = ContinuousEngine(seeing("qwen3_vl", "cuda", torch.float16)[0], 64, running=4, earlier=earlier)
+        model, later = seeing("qwen3_vl", "cuda", torch.float16)[0], load == "later"
+        engine = ContinuousEngine(model, 64, running=4, earlier=earlier, later=later)
         found.append(answers(engine, asked, 6)[0])
         passes = engine.passes
         assert len(passes.showing) == len(list(passes.sizes.pictured())), (

@@ -188,7 +188,7 @@ def keyed(how: Mapping[str, Any], model: str, folder: str) -> dict[str, Any]:
         options = sorted((n, str(v)) for n, v in how.items() if n in names)
         return blake2b(repr((model, files, options)).encode(), digest_size=32).digest()
 
-    of_cache, of_passes = key(KEYED), key(how.keys() - {"host", "earlier"})
+    of_cache, of_passes = key(KEYED), key(how.keys() - {"host", "earlier", "later"})
     if lent is not None:
         lent = replace(lent, key=of_cache, kept=lent.kept if lent.kept is not None and lent.kept.key == of_cache else None)
     if earlier is not None and earlier.key != of_passes:
@@ -277,7 +277,8 @@ class LoadingModel:
     Args:
         offer: the model. device, how: arguments of `load` for all models of the server; and `urls`: whether images at http and
             https URLs are fetched. measurements: those of earlier loads by model, to which those of this load are added.
-        starts: the engine starts as soon as it is made, while this process reads its facts. make: as of `Loader`.
+        starts: a request waits: the engine starts as soon as it is made, while this process reads its facts, and records its
+            passes later. make: as of `Loader`.
     """
 
     def __init__(
@@ -294,6 +295,7 @@ class LoadingModel:
     ) -> None:
         self.offer, self.host, self.measurements, how = offer, host, measurements, {**how, **offer.how}
         how["earlier"] = None if measurements is None else measurements.get(offer.name, Measurements())
+        how["later"] = starts
         self.urls = bool(how.pop("urls", False))
         self.lent = how["host"] = None if host is None else host.lend(offer.name)
         self.given = make, offer.path, device, how, quiet
