@@ -160,6 +160,8 @@ def make_cache(
         if little and known is None:
             passes.rows.flush()
             launch_all(launches(passes, reads), lambda n, of: None)
+            if later:  # gives the threads' tensors back: no recording without a pool does that, and other models may need it
+                torch.cuda.empty_cache()
         cache_bytes = states + sizes.bytes(blocks)
         shares = [*blocks, snapshots], [*sizes.block_bytes, sizes.state_bytes]
         beside_it = [] if drafter is None else [_held(drafter, kv.PLAIN, blocks[0], spec) for spec in _pages_of(drafter)]

@@ -310,6 +310,8 @@ class ContinuousEngine:
             self._pass()  # takes the rows of ended sequences out of use
             more = self.passes.record_next() or (self.drafts is not None and self.drafts.passes.record_next())
             self._unrecorded = more
+            if not more:  # gives back what passes took that ran unrecorded
+                torch.cuda.empty_cache()
 
     def _take(self) -> bool:
         """Take new requests and cancellations; waits while there is nothing to do. Returns False once the engine ends."""
