@@ -26,7 +26,8 @@ WIDTH = {"cpu": 1024, "cuda": 4096}
 # four layers of 1B's and two of 8B's shape on an H200.
 SETUP = 10.0
 WITHIN = 2  # factor by which a calibration may be slower or faster than estimated: covers those two runs and busy machines
-TIMINGS = 5  # timings of the matmul that gives the rate; the shortest counts, since other work delays some
+TIMINGS = 5  # min. timings of the matmul that gives the rate; the shortest counts, since other work delays some
+CLOCKS_UP = 0.3  # seconds of work before timings on a GPU: after some 10 s without, an H200's first 14 ms had 0.4 of its rate
 ROUNDING = 8  # slowdown of rounding against a matmul, measured on two cores; see `operations`
 LEARNING = 2.5  # slowdown of learning; story, 16,384 tokens, one core: 155 s for 6.0e12 operations; a matmul does 97e9/s
 # Duration of training all layers together as CUDA graphs, divided by the time of its operations at the matmul's rate, OVERHEAD
@@ -93,9 +94,20 @@ def _operation_s(device: torch.device) -> float:
     return fastest_s(lambda: x @ x) / (2 * width**3)
 
 
+@cache
+def _clock_up(device: torch.device) -> None:
+    """Make a GPU raise its clocks, once per process: what times one thing goes on to the next."""
+    x, until = torch.ones(WIDTH["cpu"], WIDTH["cpu"], device=device), time.perf_counter() + CLOCKS_UP
+    while time.perf_counter() < until:
+        (x @ x)[0, 0].item()
+
+
 def fastest_s(f: Callable[[], torch.Tensor]) -> float:
     """The shortest of TIMINGS times in seconds of an operation on matrices, each synchronised with the device."""
-    f()[0, 0].item()  # warm-up: the library's start-up does not count
+    first = f()
+    first[0, 0].item()  # warm-up: the library's start-up does not count
+    if first.is_cuda:
+        _clock_up(first.device)
     times = []
     for _ in range(TIMINGS):
         began = time.perf_counter()

@@ -104,3 +104,22 @@ def test_yaqa_takes_a_gptqs_launches_in_each_step():
 
 def test_a_launch_is_timed():
     assert 0 < cost._launch_s(torch.device("cpu")) < 1e-3
+
+
+def test_a_gpu_is_timed_after_it_has_clocked_up(monkeypatch):
+    """A stand-in for a GPU whose work takes a tenth of the time once it has computed for a while."""
+    now, worked = [0.0], [0.0]
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+        def __getitem__(self, where):
+            worked[0] += (took := 1e-3 if worked[0] > 0.1 else 1e-2)
+            now[0] += took
+            return torch.zeros(())
+
+    monkeypatch.setattr(cost.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(cost.torch, "ones", lambda *size, device: torch.zeros(2, 2).as_subclass(OnGpu))
+    cost._clock_up.cache_clear()
+    assert cost.fastest_s(lambda: torch.zeros(2, 2).as_subclass(OnGpu)) == pytest.approx(1e-3)
+    cost._clock_up.cache_clear()

@@ -55,7 +55,9 @@ def assistant(folder, family, seed=5, text=(), **more):
     inside |= {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "layer_types": [S, S, F], **dict(text)}
     inside |= {"global_head_dim": 32, "num_kv_shared_layers": inside["num_hidden_layers"]}
     # transformers 5.23 raises for a config whose layers all share, as those of every assistant do
-    with mock.patch.object(Gemma4TextConfig, "kv_sharing_modes", property(lambda c: ["reuse"] * c.num_hidden_layers)):
+    with mock.patch.object(
+        Gemma4TextConfig, "kv_sharing_modes", property(lambda c: ["reuse"] * c.num_hidden_layers), create=True
+    ):
         made = Gemma4AssistantForCausalLM(Gemma4AssistantConfig(text_config=inside, backbone_hidden_size=pub.H, **more)).eval()
     g = torch.Generator().manual_seed(seed)
     for name, t in made.state_dict().items():
