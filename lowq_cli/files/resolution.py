@@ -1,9 +1,10 @@
 """Refuse config fields that redirect to other files or code, and links that lead out of a model's folder."""
 
 import os
+from codecs import BOM_UTF8
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from lowq_cli.files.safetensors_io import read_json
 from lowq_packers.errors import DamagedError, UnsupportedError
@@ -15,6 +16,7 @@ REDIRECTS = {  # field of config.json -> its effect in transformers
 }
 COMPUTED_BY = ("attn_implementation", "experts_implementation")  # fields that may name code on a hub: "org/kernel:function"
 TOKENIZER = "tokenizer_config.json"
+ENDS = 1 << 10  # bytes read at each end of a vocabulary, which may have spaces there
 LARGE = ("tokenizer.", "vocab.", "merges.", ".model", ".tiktoken")  # prefixes and suffixes of companion files with a vocabulary
 
 
@@ -53,16 +55,25 @@ def is_own(path: Path) -> bool:
     return snapshot or target.name == path.name or target.is_relative_to(folder)
 
 
+def _is_whole(file: BinaryIO) -> bool:
+    """Whether a file begins with { and ends with }: one that was cut off while it was fetched does not."""
+    begin = file.read(ENDS)
+    file.seek(-min(ENDS, file.seek(0, os.SEEK_END)), os.SEEK_END)
+    return begin.removeprefix(BOM_UTF8).lstrip().startswith(b"{") and file.read().rstrip().endswith(b"}")
+
+
 def check_companions(files: list[Path]) -> list[Path]:
     """Check the companions of a model, because other libraries open them directly, without saying which one they could not
     read; returns them.
 
-    Raises DamagedError for one that is not a regular file, is too large, is no JSON object (vocabularies are not read here),
-    or links to a file of another name elsewhere.
+    Raises DamagedError for one that is not a regular file, is too large, is no JSON object (of vocabularies only the ends are
+    read here), or links to a file of another name elsewhere.
     """
     for path in files:
         large = path.name.startswith(LARGE) or path.suffix in LARGE
-        os.close(open_bounded(path, MAX_TEXT if large else MAX_CONFIG))
+        with os.fdopen(open_bounded(path, MAX_TEXT if large else MAX_CONFIG), "rb") as file:
+            if path.suffix == ".json" and large and not _is_whole(file):
+                raise DamagedError(f"{path} does not begin and end as a JSON object does; fetch the model again")
         if path.suffix == ".json" and not large:
             read_json(path, MAX_CONFIG)
         if not is_own(path):

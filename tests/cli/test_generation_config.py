@@ -102,3 +102,17 @@ def test_quantize_refuses_settings_with_which_its_result_could_not_be_loaded(tmp
     with pytest.raises(DamagedError, match=re.escape(str(model / name))):
         CliRunner().invoke(app, ["quantize", str(model), "--method", "rtn", "--out", str(out)], catch_exceptions=False)
     assert not out.exists()
+
+
+@pytest.mark.parametrize("share", [0, 0.01, 0.5, 0.999])
+def test_quantize_refuses_a_vocabulary_that_is_cut_off(tmp_path, share):
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(DEMO, model)
+    path = model / "tokenizer.json"
+    written = path.read_bytes()
+    path.write_bytes(written[: int(len(written) * share)])
+    with pytest.raises(DamagedError, match=re.escape(str(path))):
+        CliRunner().invoke(app, ["quantize", str(model), "--method", "rtn", "--out", str(out)], catch_exceptions=False)
+    assert not out.exists()
+    path.write_bytes(b"\xef\xbb\xbf" + written + b" \n" * 100)
+    assert not CliRunner().invoke(app, ["quantize", str(model), "--method", "rtn", "--out", str(out)]).exit_code

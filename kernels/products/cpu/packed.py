@@ -1,4 +1,4 @@
-"""cpu/packed: C++ products over the layout `cpu` at every width, with AVX-512 + VNNI, AVX2 or NEON (product.h).
+"""cpu/packed, cpu/packed_int8: C++ products over the layout `cpu` at every width, by AVX-512 + VNNI, AVX2 or NEON (product.h).
 
 x is rounded to integers of 15 bits and a sign, with a power of two per block of 32 to 128 k. bf16 values down to 1/64 of their
 block's largest are exact, and the others are off by at most 2^-14 of it, less than the rounding of y to bf16. All sums are
