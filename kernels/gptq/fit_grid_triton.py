@@ -182,13 +182,14 @@ def fit_grid_triton(
         return scales, zeros
     block = triton.next_power_of_2(size)
     rows = max(1, VALUES // max(block, 64))
-    _fit_grid_kernel[(triton.cdiv(R * G, rows),)](
-        groups, groups if weights is None else weights, scales, scales if zeros is None else zeros,
-        R * G, G, size, groups.stride(0), groups.stride(1), size if weights is not None and weights.dim() == 2 else 0,
-        TOP=(1 << bits) - 1, KIND=KINDS[zero], WEIGHTED=weights is not None, DTYPE=STORED[dtype],
-        LIMIT=torch.finfo(dtype or torch.float32).max, SMALLEST=search.smallest,
-        SECOND=search.shares[0], THIRD=search.shares[1], SIGMA=search.sigma, ITERS=search.iters,
-        TINY=search.tiny, MAX_ZERO=search.max_zero, MID=search.mid,
-        BLOCK_R=rows, BLOCK_B=block, num_warps=4, enable_fp_fusion=False,  # each result is rounded, as torch's are
-    )  # fmt: skip
+    with torch.cuda.device_of(groups):  # Triton launches on the current device
+        _fit_grid_kernel[(triton.cdiv(R * G, rows),)](
+            groups, groups if weights is None else weights, scales, scales if zeros is None else zeros,
+            R * G, G, size, groups.stride(0), groups.stride(1), size if weights is not None and weights.dim() == 2 else 0,
+            TOP=(1 << bits) - 1, KIND=KINDS[zero], WEIGHTED=weights is not None, DTYPE=STORED[dtype],
+            LIMIT=torch.finfo(dtype or torch.float32).max, SMALLEST=search.smallest,
+            SECOND=search.shares[0], THIRD=search.shares[1], SIGMA=search.sigma, ITERS=search.iters,
+            TINY=search.tiny, MAX_ZERO=search.max_zero, MID=search.mid,
+            BLOCK_R=rows, BLOCK_B=block, num_warps=4, enable_fp_fusion=False,  # each result is rounded, as torch's are
+        )  # fmt: skip
     return scales, zeros

@@ -55,8 +55,9 @@ def round_block_triton(
     R, B = block.shape
     assert (block.stride(1), scales.stride()) == (1, zeros.stride())
     codes, errors = block.new_empty(R, B), block.new_empty(R, B)
-    _round_block_kernel[(triton.cdiv(R, BLOCK_R),)](
-        block, factor, scales, zeros, codes, errors, R, B, block.stride(0), *factor.stride(), scales.stride(0),
-        TOP=levels - 1, BLOCK_R=BLOCK_R, BLOCK_B=triton.next_power_of_2(B), num_warps=4,
-    )  # fmt: skip
+    with torch.cuda.device_of(block):  # Triton launches on the current device
+        _round_block_kernel[(triton.cdiv(R, BLOCK_R),)](
+            block, factor, scales, zeros, codes, errors, R, B, block.stride(0), *factor.stride(), scales.stride(0),
+            TOP=levels - 1, BLOCK_R=BLOCK_R, BLOCK_B=triton.next_power_of_2(B), num_warps=4,
+        )  # fmt: skip
     return codes, errors

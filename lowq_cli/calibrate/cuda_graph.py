@@ -48,10 +48,10 @@ class Recorded:
     def _aside(self, *inputs: torch.Tensor, **others: Any) -> torch.Tensor:
         """One call on the stream that is recorded later: libraries hold memory for each stream."""
         assert self.stream is not None
-        self.stream.wait_stream(torch.cuda.current_stream())
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
             out = self.work(*inputs, **others)
-        torch.cuda.current_stream().wait_stream(self.stream)
+        torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
         return out
 
     def _record(self, **others: Any) -> bool:

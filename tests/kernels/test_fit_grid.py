@@ -202,3 +202,14 @@ def test_grids_are_torchs_at_a_models_size(bits, zero):
         groups, weights = case(2048, 8, size, seed=size)
         for dtype in DTYPES:
             compare(groups, Scheme(bits, size, zero), dtype, weights)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_second_gpu_gives_the_same_codes():
+    g = torch.Generator().manual_seed(2)
+    W, x = torch.randn(40, 128, generator=g), torch.randn(512, 128, generator=g)
+    first, second = (gptq.quantize(W.to(d), Scheme(4, 64), None, gptq.Moments((x.T @ x).to(d))) for d in ("cuda:0", "cuda:1"))
+    assert second.W_q.device == torch.device("cuda:1")
+    assert torch.equal(first.W_q.cpu(), second.W_q.cpu())
+    assert torch.equal(first.scales.cpu(), second.scales.cpu())
