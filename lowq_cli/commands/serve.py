@@ -377,10 +377,10 @@ def _until_told(line: list[str]) -> int:
 
     def pass_on(number: int, frame: object) -> None:
         signals.append(number)
-        process.send_signal(number)
+        process.send_signal(number if number == signal.SIGINT else signal.SIGTERM)
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, pass_on)
+    for name in {"SIGINT", "SIGTERM", "SIGHUP"} & vars(signal).keys():  # SIGHUP: a terminal that closes
+        signal.signal(getattr(signal, name), pass_on)
     code = process.wait()
     if not signals:
         console.warn(f"vLLM's server ended with exit code {code}; its last lines above say why")

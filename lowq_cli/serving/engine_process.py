@@ -10,13 +10,11 @@ If the engine's process dies, every open request ends with an error that says so
 """
 
 import queue
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
-from multiprocessing import resource_tracker
 from typing import Any
 
 from lowq_cli.serving import processes
@@ -31,7 +29,6 @@ LOST_S = 60.0  # seconds in a silent or stuck state after which open requests en
 HUNG_S = 180  # seconds without a sign of life after which a load fails; imports and CUDA's start take seconds
 ENDS_S = 10.0  # seconds that the process has to end by itself
 KEEPS_S = 30.0  # seconds that the process has to end if it first copies its cache to host memory
-OURS = {signal.SIGINT, signal.SIGTERM}  # handled by the main process only: a terminal or systemd sends them to both processes
 
 
 class ProcessEnded(LowqError):
@@ -48,7 +45,7 @@ class Standby:
     def __init__(self, first: Callable[..., object] | None = None, *given: Any) -> None:
         self.pipe, theirs = processes.context.Pipe()
         self.process = processes.context.Process(target=compute, args=(theirs, first, given), name="lowq-engine")
-        with _held_back():
+        with processes.signals_held_back():
             self.process.start()
         theirs.close()
 
@@ -256,18 +253,5 @@ class ApartEngine:
         code = self.process.exitcode
         killed = code is not None and code < 0
         how = f"was killed by signal {-code}" if killed and code is not None else f"ended with exit code {code}"
-        return f"the engine's process {how}" + ("; the system kills what takes more memory than there is" if killed else "")
-
-
-@contextmanager
-def _held_back() -> Iterator[None]:
-    """Start a process in this context with the signals of OURS blocked: it is stopped through the pipe."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    resource_tracker.ensure_running()  # start multiprocessing's tracker process first: its start would unblock OURS again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, OURS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        memory = "; the system kills what takes more memory than there is" if code == -9 else ""  # SIGKILL
+        return f"the engine's process {how}{memory}"

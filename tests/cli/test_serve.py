@@ -66,9 +66,9 @@ def test_a_server_that_ends_by_itself_is_an_error(family_checkpoints, vllm, caps
     assert "ended with exit code 0" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_vllm_ends_with_lowq(family_checkpoints, tmp_path, vllm, number):
-    """SIGTERM left vLLM's server running by itself."""
+    """SIGTERM, and SIGHUP of a terminal that closes, left vLLM's server running by itself."""
     output = tmp_path / "told"
     script = vllm.parent / "bin" / "vllm"
     script.write_text(

@@ -6,13 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 import counting
 import pytest
 from answering import RUNNING, WAITING, Multiples, make
 from asking import Client, prompts
-from engine_processes import engines_of
+from engine_processes import below, engines_of
 
 from lowq_cli.engine.open_model import ready
 from lowq_cli.serving.engine_process import ApartEngine
@@ -96,18 +97,20 @@ def test_impossible_requests_and_those_without_room_are_refused(apart):
     assert len(apart.tokens(apart.ask([5, 6], 5))[0]) == 5
 
 
-def test_a_killed_engine_ends_only_open_requests():
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_killed_engine_ends_only_open_requests(number):
     client = Apart(counting.make)
     try:
         numbers = [client.ask(p, 400) for p in prompts(10, 12, 14, 16)]
         client.hear()
         os.kill(client.pid, signal.SIGTERM)  # which comes to both, and is the other one's to obey
         client.hear()
-        os.kill(client.pid, signal.SIGKILL)
+        os.kill(client.pid, number)
         for events in client.follow(*numbers):
             assert (events[-1].finish_reason, events[-1].token) == ("error", None)
-            assert "the engine's process was killed by signal 9" in events[-1].message
-        with pytest.raises(UnsupportedError, match="was killed by signal 9"):
+            assert f"the engine's process was killed by signal {number:d}" in events[-1].message
+            assert ("memory" in events[-1].message) == (number == signal.SIGKILL)
+        with pytest.raises(UnsupportedError, match=f"was killed by signal {number:d}"):
             client.ask([5], 3)
         assert client.engine.closed
         assert client.engine.stats().running == client.engine.stats().waiting == 0
@@ -173,12 +176,18 @@ def test_an_engine_process_ends_with_its_parent():
 
 
 def test_a_server_answers_what_a_terminal_interrupts_and_ends_with_its_engine(start):
+    """Ctrl-C, a closed terminal, `timeout` and `systemctl kill` send their signal to every process of the server's group."""
     s = start(forked=False)
-    (engine,) = engines_of(s.process.pid)
-    for number in (signal.SIGINT, signal.SIGTERM):  # as from Ctrl-C, and from systemd, to all processes there are
-        os.kill(engine, number)
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [1]}}}
+    assert s.post("completions", {"prompt": "Once", "max_tokens": 3, "response_format": form}).status_code == 200
+    group = [p for p in below(s.process.pid) if os.getpgid(p) == os.getpgid(s.process.pid)]
+    assert len(group) >= 3  # the engine, multiprocessing's tracker, the process of masks
+    for pid, number in product(group, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)):
+        os.kill(pid, number)
     time.sleep(0.3)
     assert s.post("completions", {"prompt": "Once", "max_tokens": 3}).status_code == 200
+    assert group == [p for p in below(s.process.pid) if os.getpgid(p) == os.getpgid(s.process.pid)]
+    (engine,) = engines_of(s.process.pid)
     os.kill(engine, signal.SIGKILL)
     assert s.process.wait(60) == 2
     s.said_last("lowq: the engine's process was killed by signal 9; the system kills what takes more memory than there is")

@@ -12,6 +12,7 @@ import sys
 import threading
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import suppress
+from multiprocessing import get_context
 from pathlib import Path
 
 import browser
@@ -25,6 +26,7 @@ from mutated import mutants
 
 from lowq_cli.files import picture_file
 from lowq_cli.files.picture_file import MOST_PIXELS, decode
+from lowq_cli.serving import processes
 from lowq_cli.serving.http import pictures
 from lowq_packers.errors import LowqError, NotFoundError, UsageError
 
@@ -120,14 +122,18 @@ def test_a_model_without_a_tower_refuses_pictures(server):
     assert "takes no pictures" in answer.json()["error"]["message"]
 
 
-def test_a_picture_that_ends_its_process_is_refused_and_the_next_is_read(sees, tmp_path):
+def test_a_picture_that_ends_its_process_is_refused_and_the_next_is_read(sees, tmp_path, monkeypatch):
     """As a decoder would that a picture breaks: here the process is killed before it reads. One that cannot start says why."""
     from lowq_packers.arch.config import read_config
 
+    monkeypatch.setattr(processes, "context", get_context("spawn"))  # as users have it: signals are blocked from the start
     images = read_config(json.loads((sees / "config.json").read_text()))[1].images
     reader, whole = pictures.PictureReader(str(sees), images, read_s=120.0), sighted.encoded(sighted.drawing(1))
     (started,) = reader.processes  # before any picture is sent
+    for number in processes.OURS:  # of the server's whole group
+        os.kill(started.process.pid, number)
     first = reader.preprocess(whole)
+    assert reader.processes == [started]
     started.process.kill()
     started.process.join()
     with pytest.raises(LowqError, match="ended the process"):

@@ -12,7 +12,6 @@ import ipaddress
 import os
 import queue
 import re
-import signal
 import socket
 import ssl
 import threading
@@ -200,7 +199,8 @@ class _Process:
         self.pipe, theirs = processes.context.Pipe()
         arguments = (theirs, folder, images)
         self.process = processes.context.Process(target=_serve, args=arguments, name="lowq-pictures", daemon=True)
-        self.process.start()
+        with processes.signals_held_back():
+            self.process.start()
         theirs.close()
 
     def wait(self) -> None:
@@ -241,7 +241,6 @@ def _serve(pipe: Any, folder: str, images: Images) -> None:
     from lowq_cli.files.picture_file import decode
     from lowq_cli.hf.pictures import Processor, packed
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server's process handles Ctrl-C
     try:
         processor = Processor(Path(folder), images)
     except Exception as e:  # of the model's folder, or a bug: the server's process raises it
