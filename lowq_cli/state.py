@@ -42,9 +42,12 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as e:
         if full := disk_full(e, path):
             raise full from e
-        cached = is_cached(path)
-        way_out = "name another cache folder: XDG_CACHE_HOME=DIR" if cached else "use another --out"
-        raise UsageError(f"cannot write to {path}: {e.strerror}; {way_out}") from e
+        raise UsageError(f"cannot write to {path}: {e.strerror}; {another_place(path)}") from e
+
+
+def another_place(path: Path) -> str:
+    """How a user has files written elsewhere than to `path`."""
+    return "name another cache folder: XDG_CACHE_HOME=DIR" if is_cached(path) else "use another --out"
 
 
 def name_of(model: str | os.PathLike[str]) -> str:

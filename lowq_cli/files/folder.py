@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lowq_cli.files.source import STAGED
-from lowq_cli.state import OWNER, begin, writing
+from lowq_cli.state import OWNER, begin, is_cached, writing
 from lowq_packers.errors import DoesNotFitError, UsageError
 
 PATIENCE = 100  # retries, 10 ms apart, to lock the parent folder
@@ -26,6 +26,11 @@ LEFT = 3600  # on a file system without locks: seconds without a new file after 
 
 class BusyError(UsageError):
     """Another process holds the folder."""
+
+
+def busy(path: Path) -> BusyError:
+    """The error of a path that another process writes; commands that write it into the cache have no --out for it."""
+    return BusyError(f"another lowq is writing to {path}; wait for it" + ("" if is_cached(path) else ", or use another --out"))
 
 
 @contextmanager
@@ -37,7 +42,7 @@ def held(folder: Path) -> Iterator[int]:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         if lock(fd) is False:
-            raise BusyError(f"another lowq is writing to {folder}; wait for it, or use another --out")
+            raise busy(folder)
         yield fd
     finally:
         os.close(fd)
@@ -136,7 +141,7 @@ def _claim(target: Path, run: str | None) -> tuple[Path, int]:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             locked, mine = lock(fd), run is not None and owner.get("run") == run
             if run is not None and locked is False:
-                raise BusyError(f"another lowq is writing to {target}; wait for it, or use another --out")
+                raise busy(target)
             if mine and not claim:
                 claim = path, fd
                 continue

@@ -19,6 +19,7 @@ from lowq_cli.files.safetensors_io import ITEMSIZE, TORCH_NAMES
 from lowq_cli.memory import available_memory, current_rss
 from lowq_cli.plan.plan import Item, Plan
 from lowq_cli.quantizers._slabs import SLAB as QUANTIZER_SLAB
+from lowq_cli.state import another_place
 from lowq_cli.workers import GPU_WORKERS, shared_threads
 from lowq_packers.errors import DoesNotFitError
 from lowq_packers.lazy import torch
@@ -64,7 +65,7 @@ class Budget:
         if self.disk_bytes > self.disk_free_bytes:
             raise DoesNotFitError(
                 f"needs {size(self.disk_bytes)} of disk, {out} has {size(self.disk_free_bytes)} free; "
-                f"make room, use fewer bits, or another --out"
+                f"make room, use fewer bits, or {another_place(out)}"
             )
 
 

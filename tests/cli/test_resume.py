@@ -2,7 +2,6 @@
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import random
@@ -20,6 +19,7 @@ import torch
 from folders import files
 
 from lowq_cli.files.checkpoint import open_checkpoint
+from lowq_cli.files.folder import held, new_folder
 from lowq_cli.files.safetensors_io import read_header
 from lowq_cli.files.source import JOURNAL
 from lowq_cli.plan.recipe import make_recipe
@@ -322,14 +322,23 @@ def test_fresh_stays_inside_its_folder(half, tmp_path):
     assert (tmp_path / "precious").read_text() == "mine"
 
 
-def test_two_processes_do_not_write_into_one_folder(tmp_path):
-    (tmp_path / "out").mkdir()
-    fd = os.open(tmp_path / "out", os.O_RDONLY)
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    with pytest.raises(UsageError, match="another lowq is writing"):
-        quantize("demo", tmp_path / "out")
-    os.close(fd)
-    assert list((tmp_path / "out").iterdir()) == []
+@pytest.mark.parametrize("place", ["files", "cache"])
+def test_two_processes_do_not_write_into_one_folder(tmp_path, monkeypatch, place):
+    """--out moves only what is not in the cache: `run` has no such option, and `refine` keeps its layers there."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    out = tmp_path / place / "lowq" / "out"
+    out.mkdir(parents=True)
+    with held(out), pytest.raises(UsageError, match="another lowq is writing") as of_run:
+        quantize("demo", out)
+    assert list(out.iterdir()) == []
+    with new_folder(new := out.with_name("new"), "run") as folder:
+        with pytest.raises(UsageError, match="another lowq is writing") as of_new:
+            new_folder(new, "run").__enter__()
+        folder.joinpath("file").touch()
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1, 1, 0))
+    with pytest.raises(DoesNotFitError, match="make room") as of_disk:
+        quantize("demo", out)
+    assert ["--out" in str(e.value) for e in (of_run, of_new, of_disk)] == [place == "files"] * 3
 
 
 def test_a_folder_that_cannot_be_written_is_one_error(tmp_path):

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from starlette.types import ASGIApp, Message
 
-from lowq_cli.files.folder import BusyError, lock
+from lowq_cli.files.folder import busy, lock
 from lowq_cli.serving.http.answers import encoded
 from lowq_cli.state import writing
 from lowq_packers.atomic import write_whole
@@ -124,7 +124,7 @@ def _locked(out: Path, stack: ExitStack) -> BinaryIO:
         path = out if out.exists() else hidden
         f = stack.enter_context(path.open("ab"))
         if lock(f.fileno()) is False:
-            raise BusyError(f"another lowq is writing to {out}; wait for it, or use another --out")
+            raise busy(out)
         # the process that had the lock may have written it anew, removed it, or given it its name
         if _is(f, path) and (path == out or not out.exists()):
             if path != out:
