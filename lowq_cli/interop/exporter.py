@@ -22,7 +22,7 @@ from lowq_cli.files.tensor_parallel import fused_name, fusion_problems, shard_pr
 from lowq_cli.interop.export_checks import WRITTEN, as_held, check_all, described, first_that_holds, way_out
 from lowq_cli.interop.exported import Exported, Progress, check_same, run_name, same_bytes
 from lowq_cli.interop.foreign import DecodedSource, foreign_matrices, open_decoded, open_foreign
-from lowq_cli.interop.importer import runnable
+from lowq_cli.interop.importer import runnable, without_codes
 from lowq_cli.memory import available_memory
 from lowq_cli.plan import gguf_types, targets
 from lowq_cli.state import as_argument, remember_export, source_of, user_path, was_exported, writing
@@ -72,7 +72,18 @@ def export(
             raise UsageError(f"--type {kind} is a mixture of GGUF's types; leave --to {to} out")
         return _quantized_gguf(checkpoint, kind, out, progress, file_bytes)
     there = user_path(checkpoint).exists()
-    opened = open_checkpoint(runnable(checkpoint) if there else checkpoint, f" --export {to}" if to else "")
+    folder = runnable(checkpoint) if there else os.fspath(checkpoint)
+    dense, total, stored = without_codes(checkpoint) if folder != os.fspath(checkpoint) else (0, 0, "")
+    as_dense = (
+        [f"{dense} of {total} quantized weights are written unpacked: lowq reads {stored} as dense matrices"] if dense else []
+    )
+    if dense and dense == total:
+        again = f"lowq quantize {as_argument(checkpoint)} --export {to or 'gguf'}"
+        raise UnsupportedError(
+            f"{os.fspath(checkpoint)}: lowq reads {stored} as dense matrices, so there are no codes to export; "
+            f"take the model it was made from, or round once more: {again}"
+        )
+    opened = open_checkpoint(folder, f" --export {to}" if to else "")
     with opened.source:
         if check_tp is not None:
             _check_tp(opened, check_tp)
@@ -86,22 +97,22 @@ def export(
                 from lowq_cli.interop.gguf_export import export_gguf
 
                 written = export_gguf(opened, target, rounding, progress, file_bytes=file_bytes)
-                return replace(written, notes=(*written.notes, *_left_out(whole, opened, fmt)))
+                return replace(written, notes=(*written.notes, *as_dense, *_left_out(whole, opened, fmt)))
             run = run_name(opened, to, rounding)
             check_apart(target, opened.folder)
             if done := was_exported(target, run):
                 sweep(target)
                 config, read = _as_read(target)
             else:
-                with new_folder(target, run) as folder:
-                    _write(opened, fmt, folder, rounding, progress, file_bytes)
-                    config, read = _as_read(folder)
-                    remember_export(target, run, folder)  # before the rename, so that a kill in between is harmless
+                with new_folder(target, run) as new:
+                    _write(opened, fmt, new, rounding, progress, file_bytes)
+                    config, read = _as_read(new)
+                    remember_export(target, run, new)  # before the rename, so that a kill in between is harmless
         engines, notes = fmt.engines(config, read), fmt.notes(config, {})
         if "vLLM" in " ".join(engines) and (fused := fusion_problems(opened.schemes) or _factor_problems(opened)):
             engines = [e for e in engines if not e.startswith("vLLM")]
             notes.append(f"vLLM would refuse it, or run other weights: {fused[0]}")
-        notes += _left_out(whole, opened, fmt)
+        notes += as_dense + _left_out(whole, opened, fmt)
         size = sum(p.stat().st_size for p in target.glob("*.safetensors"))
         return Exported(str(target), to, size, len(opened.schemes), tuple(engines), tuple(notes), done)
 

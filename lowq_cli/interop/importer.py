@@ -68,6 +68,15 @@ def runnable(model: str | os.PathLike[str]) -> str:
     return str(target)
 
 
+def without_codes(model: str | os.PathLike[str]) -> tuple[int, int, str]:
+    """How many of another tool's quantized weights an import writes dense, of how many, and how those are stored."""
+    with open_foreign(model) as source:
+        packed = foreign_matrices(source)
+    matrices = [m for m in packed[1] if m.bits < 16] if packed else []
+    dense = [m for m in matrices if m.scheme is None]
+    return len(dense), len(matrices), ", ".join(sorted({m.stored for m in dense}))
+
+
 def runs_in_fp8(source: Source) -> bool:
     """Whether fp8 kernels can run it directly; for unknown families, transformers decides."""
     if source.folder is None:

@@ -14,7 +14,7 @@ from lowq_cli.interop.foreign import open_decoded
 from lowq_cli.plan import gguf_types
 from lowq_cli.plan.gguf_types import MIXTURES, Facts, type_of
 from lowq_cli.quantizers._block_search import quantize_blocks
-from lowq_packers.errors import DamagedError, SchemeError, UsageError
+from lowq_packers.errors import DamagedError, SchemeError, UnsupportedError, UsageError
 from lowq_packers.formats._gguf_blocks import BLOCK_KINDS, Blocks
 from lowq_packers.formats.gguf import TYPES
 
@@ -189,3 +189,15 @@ def test_a_checkpoint_is_rounded_again_and_says_so(demo4, tmp_path):
     assert again.bytes == done.bytes
     assert not export("demo", None, tmp_path / "d.gguf", kind="Q8_0").notes
     assert done.matrices == 43
+
+
+@pytest.mark.parametrize("name", ["Q2_K", "Q6_K", "IQ4_XS", "Q8_0"])
+def test_a_file_of_blocks_that_lowq_reads_as_dense_is_not_exported(name, short_demo, tmp_path):
+    """It was called a model that is not quantized, by the name of its folder in the cache."""
+    file = tmp_path / "m.gguf"
+    export(short_demo, out=file, kind=name)
+    if name == "Q8_0":  # whose codes lowq holds
+        assert not any("as dense" in note for note in export(file, "hqq", tmp_path / "out").notes)
+        return
+    with pytest.raises(UnsupportedError, match=rf"^{file}: lowq reads .*{name}.*no codes to export; .* lowq quantize {file} "):
+        export(file, "hqq", tmp_path / "out")

@@ -241,3 +241,23 @@ def test_another_tools_checkpoint_is_exported_to_a_third(foreign, tmp_path, monk
     with open_decoded(folder) as ours, open_decoded(tmp_path / "model-awq") as theirs:
         assert ours.headers.keys() == theirs.headers.keys()
         assert all(torch.equal(ours.read(name), theirs.read(name)) for name in ours.headers)
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_an_export_says_which_weights_have_lost_their_codes(foreign, tmp_path, every):
+    """Such as those whose groups are permuted: without a line the export was just larger than the file that it came from."""
+    folder, _ = foreign("gptq", INT4)
+    tensors = load_file(folder / "model.safetensors")
+    indices = [n for n in tensors if n.endswith("g_idx")]
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["desc_act"] = True
+    (folder / "config.json").write_text(json.dumps(config))
+    for n in indices if every else indices[:2]:
+        tensors[n] = tensors[n].flip(0).contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    if every:
+        with pytest.raises(UnsupportedError, match=rf"^{folder}: lowq reads .* lowq quantize {folder} --export awq$"):
+            export(folder, "awq", tmp_path / "out")
+    else:
+        (note,) = [n for n in export(folder, "awq", tmp_path / "out").notes if "as dense" in n]
+        assert note.startswith(f"2 of {len(indices)} quantized weights are written unpacked: lowq reads ")
