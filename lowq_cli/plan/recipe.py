@@ -240,7 +240,9 @@ class Recipe:
         for name, most in (("max_kl", 1e3), ("max_ppl", 1e3), ("tokens_per_s", 1e9)):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < most):
-                raise UsageError(f"{name}={spelled(value)} must be a positive number, such as {EXAMPLE[name]}")
+                raise UsageError(
+                    f"{name}={spelled(value)} must be a number above 0 and below {most:.0f}, such as {EXAMPLE[name]}"
+                )
         self._check_whole("fit", 1, 1 << 62, "a positive number of bytes")
         for name in ("fit", "tokens_per_s", "judge"):
             if getattr(self, name) is not None and not self.bounded:
