@@ -134,9 +134,8 @@ def too_long(size: str, model: ServedModel, param: str) -> Refusal:
     (which aider uses) for "this model's maximum context length is". Without them, an agent gives up instead of compacting.
     """
     limits = model.engine.limits
-    line = (
-        f"prompt is too long: {size} > {limits.longest} tokens; this model's maximum context length is {limits.longest} tokens"
-    )
+    line = f"prompt is too long: {size} > {limits.longest - 1} tokens, as one more has to fit"
+    line += f"; this model's maximum context length is {limits.longest} tokens"
     line += "; shorten the prompt" + (
         ", or give the server more room (--cache-tokens)" if limits.cache_tokens <= limits.longest else ""
     )
