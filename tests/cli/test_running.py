@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -83,6 +84,26 @@ def test_the_same_text_comes_from_the_process_that_was_left_behind(home):
     assert len(json.loads(lowq("ps", "--json").stdout)["servers"]) == 2
     lowq("stop", "nothing", code=3)
     assert len(json.loads(lowq("stop", "demo", "--json").stdout)["stopped"]) == 1
+    lowq("stop")
+    left_behind(home)
+
+
+def test_a_model_that_was_made_anew_is_not_answered_by_the_server_that_loaded_the_old_one(home):
+    """Such as a checkpoint that is quantized once more into its folder: its text came from the weights of before."""
+    how = ("--prompt", PROMPTS[0], "--device", "cpu", "--max-new-tokens", 20, "--temperature", 0)
+    model, texts = home / "m", []
+    for bits, fresh in ((4, ()), (2, ("--fresh",))):
+        lowq("quantize", "demo", "--bits", bits, "--method", "rtn", "--out", model, *fresh)
+        texts.append(lowq("generate", model, *how).stdout)
+        if not fresh:
+            assert "by the running server" in lowq("generate", model, *how, "--keep-alive", "5m").stderr
+    assert texts[0] != texts[1]
+    (server,) = json.loads(lowq("ps", "--json").stdout)["servers"]
+    os.kill(server["process"], signal.SIGHUP)
+    until = time.monotonic() + 60
+    while "by the running server" not in (done := lowq("generate", model, *how)).stderr:
+        assert (done.stdout, time.monotonic() < until) == (texts[1], True)
+    assert done.stdout == texts[1]
     lowq("stop")
     left_behind(home)
 

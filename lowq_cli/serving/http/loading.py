@@ -94,9 +94,10 @@ def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
 
         from lowq_cli.engine.drafts.drafter_choice import served
         from lowq_cli.engine.generation_config import checked, published
-        from lowq_cli.engine.model_record import owned
+        from lowq_cli.engine.model_record import file_facts, owned
         from lowq_cli.engine.open_model import ready
         from lowq_cli.engine.prompts import context_limit, stop_ids
+        from lowq_cli.running import model_path
         from lowq_cli.serving import engines
         from lowq_cli.serving.continuous import MOST_RUNNING, why_not
         from lowq_cli.serving.http.metrics import roofline
@@ -106,6 +107,7 @@ def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
         from lowq_kernels.decode.kv import check
 
         check(how["kv"])
+        files = file_facts(model_path(model))  # before it is read, so that a later change shows
         loaded, tokenizer = ready(model, device, console.warn)
         if how.get("act") is not None:
             from lowq_cli.evaluate.eight_bits import apply_act
@@ -126,7 +128,7 @@ def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
     masks = MaskProcess(tokenizer, sorted(ends), engine.vocabulary)
     mask = partial(mask_of, tokenizer=tokenizer, form=masks.mask)
     drafts = getattr(engine, "drafts_by", "none (its engine takes none)")
-    known = (context_limit(loaded), draw, pooling_of(model), drafts, adapters, how.get("act"), refused)
+    known = (context_limit(loaded), draw, pooling_of(model), drafts, adapters, how.get("act"), refused, files)
     facts = Facts(weight_bytes, str(loaded.device), how["kv"], *known)
     return Made(engine, mask, Loaded(tokenizer, ends, share, facts, total, owned(loaded).folder, images), masks.stop)
 

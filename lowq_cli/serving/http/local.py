@@ -91,6 +91,8 @@ class Local:
                     raise Refusal(404, f"it takes activations as {place.model.facts.act}")
                 if body.get("device") not in ("auto", place.model.facts.device.partition(":")[0]):
                     raise Refusal(404, f"it computes on {place.model.facts.device}")
+                if place.outdated:
+                    raise Refusal(404, "the model's files have changed since it was loaded there")
                 return place
         raise Refusal(404, f"process {os.getpid()} has not loaded this model")
 

@@ -222,7 +222,7 @@ class ModelPool:
     def replace_all(self, offers: Mapping[str, Offer], default: str) -> None:
         """Offer exactly these models; the others are unloaded once their running requests have ended.
 
-        Models are loaded again if files of adapters that they could not take have changed.
+        Models are loaded again if their files have changed, or those of adapters that they could not take.
         """
         self.default = default
         for name, place in list(self.places.items()):
@@ -232,7 +232,7 @@ class ModelPool:
                 if place.state is State.READY:
                     self.loads.drain(place)
                 self.loads.drop_if_gone(place)
-            elif place.mended(settled=False):
+            elif place.outdated or place.mended(settled=False):
                 self.loads.drain(place)
         self.update(offers)
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
+from lowq_cli.engine.model_record import file_facts
+from lowq_cli.running import model_path
 from lowq_cli.serving.catalog import Offer
 from lowq_cli.serving.http.fields import shown
 from lowq_cli.serving.http.refusal import Refusal
@@ -78,6 +80,12 @@ class Place:
         """Whether files of an adapter that its model could not take have changed since it was loaded."""
         refused = {} if self.model is None or self.state is not State.READY else self.model.facts.refused
         return any(one.changed(settled) for one in refused.values())
+
+    @property
+    def outdated(self) -> bool:
+        """Whether files of the model have changed since it was loaded."""
+        model = self.model if self.state is State.READY else None
+        return model is not None and bool(model.facts.files) and model.facts.files != file_facts(model_path(self.offer.path))
 
     @property
     def due(self) -> bool:

@@ -51,7 +51,8 @@ class Facts:
     context: max. tokens of a sequence by the model's config, None if it names no limit. published: the sampling settings of its
     generation_config.json. pooling: how the hidden states of a text become one vector, one of POOLINGS. drafts: the source of
     draft tokens, or why there are none. adapters: names of its LoRA adapters, in order. act: the format that activations are
-    rounded to, None for no rounding. refused: the adapters that it could not take, by name.
+    rounded to, None for no rounding. refused: the adapters that it could not take, by name. files: its files as they were
+    before it was read (`file_facts`).
     """
 
     weight_bytes: int = 0
@@ -64,6 +65,7 @@ class Facts:
     adapters: tuple[str, ...] = ()
     act: str | None = None
     refused: Mapping[str, Refused] = field(default_factory=dict)
+    files: list[tuple[str, int, int, int]] = field(default_factory=list)
 
 
 class ServedModel:
