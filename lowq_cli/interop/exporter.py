@@ -78,7 +78,8 @@ def export(
         [f"{dense} of {total} quantized weights are written unpacked: lowq reads {stored} as dense matrices"] if dense else []
     )
     if dense and dense == total:
-        again = f"lowq quantize {as_argument(checkpoint)} --export {to or 'gguf'}"
+        name = to or "gguf"
+        again = f"lowq quantize {as_argument(checkpoint)} --export {name}"
         raise UnsupportedError(
             f"{os.fspath(checkpoint)}: lowq reads {stored} as dense matrices, so there are no codes to export; "
             f"take the model it was made from, or round once more: {again}"

@@ -67,8 +67,13 @@ BAD = {
     "no config": (lambda f: (f / "config.json").unlink(), NotFoundError, "no config.json"),
     "config is no JSON": (lambda f: (f / "config.json").write_text("{"), DamagedError, "valid JSON"),
     "no tokenizer": (lambda f: [p.unlink() for p in f.glob("tokenizer*")], NotFoundError, "has no tokenizer"),
-    "tokenizer is no JSON": (
+    "a tokenizer that is cut off": (
         lambda f: (f / "tokenizer.json").write_text("{"),
+        DamagedError,
+        "tokenizer.json does not begin and end as a JSON object does",
+    ),
+    "tokenizer is no JSON": (
+        lambda f: (f / "tokenizer.json").write_text('{"model": }'),
         DamagedError,
         r"tokenizer of .*\(tokenizer.json\)",
     ),

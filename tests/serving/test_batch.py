@@ -12,7 +12,7 @@ from pathlib import Path
 import forking
 import pytest
 
-from lowq_cli.files.folder import BusyError
+from lowq_cli.files.folder import BusyError, lock
 from lowq_cli.serving.http.batch_file import answered, held, read
 from lowq_packers.errors import UsageError
 
@@ -154,6 +154,15 @@ def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path):
     assert not (tmp_path / "f.answers.jsonl").exists()
 
 
+def is_locked(folder):
+    """Whether a process holds the lock of a file in the folder."""
+    for path in folder.iterdir():
+        with path.open("ab") as f:
+            if lock(f.fileno()) is False:
+                return True
+    return False
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_batch_that_is_ended_before_its_first_answer_leaves_no_file(number, talk, tmp_path):
     file, out = tmp_path / "f.jsonl", tmp_path / "f.answers.jsonl"
@@ -167,6 +176,8 @@ def test_a_batch_that_is_ended_before_its_first_answer_leaves_no_file(number, ta
     killed = number == signal.SIGKILL
     assert process.wait(60) == (-number if killed else 128 + number)
     assert not out.exists()
+    while killed and is_locked(tmp_path):  # by a process that the killed one had forked, until it runs its program
+        assert time.monotonic() < until
     with held(out) as (_, done):  # the next command goes on with what a killed one has left
         assert not done
     assert list(tmp_path.iterdir()) == [file]
