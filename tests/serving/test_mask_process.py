@@ -7,6 +7,8 @@ import random
 import re
 import signal
 import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -190,6 +192,14 @@ def impatient(monkeypatch):
     made.stop()
 
 
+def stop(process):
+    """Stop a process, which may be at work, and wait until it has."""
+    os.kill(process.pid, signal.SIGSTOP)
+    until = time.monotonic() + 30
+    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < until
+
+
 HANGS = r"^the process that computes the masks of grammars gave no answer for 1 s and was ended; ask again$"
 
 
@@ -200,7 +210,7 @@ def test_a_process_that_hangs_is_ended_and_the_next_request_gets_another(impatie
     masks = [impatient.mask(grammar(PET)) for _ in range(3)]
     assert filled(masks[0], [])[0] == 0
     process = impatient._running.process
-    os.kill(process.pid, signal.SIGSTOP)
+    stop(process)
     with pytest.raises(LowqError, match=HANGS):  # while the first mask of an answer is made
         impatient.mask(recipe)
     assert gone_or_dead(process)
@@ -209,7 +219,7 @@ def test_a_process_that_hangs_is_ended_and_the_next_request_gets_another(impatie
             filled(mask, [])
     masks = [impatient.mask(grammar(PET)) for _ in range(3)]
     process = impatient._running.process
-    os.kill(process.pid, signal.SIGSTOP)
+    stop(process)
     for mask in masks:
         mask.ask()
     for mask in masks:  # while those of a pass are
