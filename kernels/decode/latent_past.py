@@ -21,7 +21,7 @@ from lowq_kernels import gpu
 from lowq_kernels.decode.attend_triton import LOG2E
 from lowq_kernels.decode.kv_triton import padded
 from lowq_kernels.decode.latent import Latent
-from lowq_kernels.decode.latent_triton import _chunk, _joined, _rows, _tile, splits_for
+from lowq_kernels.decode.latent_triton import _chunk, _rows, _tile, splits_for
 from lowq_kernels.decode.reference import Packed
 from lowq_kernels.decode.runs import CHUNK, Runs
 
@@ -91,6 +91,14 @@ def _past_kernel(
         to = past_ptr + (of_head * SPLITS + split)[:, None] * V + some[None, :]
         tl.store(to, part, mask=here[:, None] & (some < V)[None, :])
     tl.store(weight_ptr + of_head * SPLITS + split, top + tl.log2(total), mask=here)
+
+
+@triton.jit
+def _joined(acc, total, top, part, weight, score):
+    """Sums, their weights and highest scores in base 2, and those of one more split. total, top, weight, score: (n, 1)."""
+    higher = tl.maximum(top, score)
+    fade, share = tl.exp2(top - higher), tl.exp2(score - higher)
+    return acc * fade + part * share, total * fade + weight * share, higher
 
 
 @triton.jit

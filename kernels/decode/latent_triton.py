@@ -156,14 +156,6 @@ def _tile(acc, top, total, q, q_turned, held, keys, there, scale):
 
 
 @triton.jit
-def _joined(acc, total, top, part, weight, score):
-    """Sums, their weights and highest scores in base 2, and those of one more split. total, top, weight, score: (n, 1)."""
-    higher = tl.maximum(top, score)
-    fade, share = tl.exp2(top - higher), tl.exp2(score - higher)
-    return acc * fade + part * share, total * fade + weight * share, higher
-
-
-@triton.jit
 def _attend_kernel(
     q_ptr, cache_ptr, pos_ptr, table_ptr, part_ptr, sums_ptr, S, scale,
     HEADS: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr, SPLITS: tl.constexpr, PAGE: tl.constexpr, BLOCK_H: tl.constexpr,

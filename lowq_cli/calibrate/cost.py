@@ -26,7 +26,7 @@ WIDTH = {"cpu": 1024, "cuda": 4096}
 # four layers of 1B's and two of 8B's shape on an H200.
 SETUP = 10.0
 WITHIN = 2  # factor by which a calibration may be slower or faster than estimated: covers those two runs and busy machines
-TIMINGS = 5  # min. timings of the matmul that gives the rate; the shortest counts, since other work delays some
+TIMINGS = 5  # timings of the matmul that gives the rate; the shortest counts, since other work delays some
 CLOCKS_UP = 0.3  # seconds of work before timings on a GPU: after some 10 s without, an H200's first 14 ms had 0.4 of its rate
 ROUNDING = 8  # slowdown of rounding against a matmul, measured on two cores; see `operations`
 LEARNING = 2.5  # slowdown of learning; story, 16,384 tokens, one core: 155 s for 6.0e12 operations; a matmul does 97e9/s
