@@ -102,7 +102,7 @@ def _by_facts(
 
 
 @triton.jit
-def _select(
+def select_experts(
     logits_ptr, choice_ptr, each_ptr, x_ptr, ids_ptr, weights_ptr, row, E, sum_eps, factor,
     TOP_K: tl.constexpr, NORMALISE: tl.constexpr, ROUND: tl.constexpr, BLOCK_K: tl.constexpr, ALL_E: tl.constexpr,
     BEYOND: tl.constexpr, SIGMOID: tl.constexpr, CHOICE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
@@ -177,7 +177,7 @@ def _route_kernel(
     if tl.atomic_add(count_ptr + row, 1, sem="acq_rel") != tl.num_programs(0) - 1:
         return
     tl.store(count_ptr + row, 0)
-    _select(
+    select_experts(
         logits_ptr + row * ALL_E, choice_ptr, each_ptr, x_ptr, ids_ptr, weights_ptr, row, E, sum_eps, factor, TOP_K, NORMALISE,
         ROUND, BLOCK_K, ALL_E, BEYOND, SIGMOID, CHOICE, GROUPS, KEPT, TOP2, EACH, BLOCK_GROUPS, BLOCK_MEMBERS,
     )  # fmt: skip
@@ -196,7 +196,7 @@ def _select_kernel(
         gdc_launch_dependents()
     if PDL:
         gdc_wait()
-    _select(
+    select_experts(
         logits_ptr + row * E, choice_ptr, each_ptr, x_ptr, ids_ptr, weights_ptr, row, E, sum_eps, factor, TOP_K, NORMALISE,
         ROUND, BLOCK_K, ALL_E, BEYOND, SIGMOID, CHOICE, GROUPS, KEPT, TOP2, EACH, BLOCK_GROUPS, BLOCK_MEMBERS,
     )  # fmt: skip
@@ -222,13 +222,13 @@ def route(r: Routing, config: Config) -> torch.Tensor:
         r.x, f.weight, f.logits_bias, logits, count, r.ids, r.weights, f.choice_bias, f.each, norm_weight, f.scale, H, E,
         0.0 if f.norm is None else f.norm.eps, H**-0.5, f.sum_eps, f.factor, BIAS=f.logits_bias is not None,
         BLOCK_E=BLOCK_E, BLOCK_H=min(BLOCK_H, triton.next_power_of_2(H)), NORM=f.norm is not None,
-        NORM_WEIGHT=norm_weight is not None, SCALE=f.scale is not None, num_warps=4, **_facts(f, E), **pdl(r.x),
+        NORM_WEIGHT=norm_weight is not None, SCALE=f.scale is not None, num_warps=4, **facts_of(f, E), **pdl(r.x),
     )  # fmt: skip
     return r.ids
 
 
-def _facts(f: RouterFacts, E: int) -> dict[str, object]:
-    """The constants of `_select`."""
+def facts_of(f: RouterFacts, E: int) -> dict[str, object]:
+    """The constants of `select_experts`."""
     groups, best = f.groups if f.groups[0] != f.groups[1] else (1, 1)
     return {
         "TOP_K": f.top_k, "NORMALISE": f.normalise, "ROUND": f.rounded, "BLOCK_K": triton.next_power_of_2(f.top_k),
@@ -246,6 +246,6 @@ def route_many(r: Routing, config: Config) -> torch.Tensor:
     f = r.facts
     logits = router.logits(r.x, f)
     _select_kernel[(M,)](
-        logits, f.choice_bias, f.each, r.x, r.ids, r.weights, E, f.sum_eps, f.factor, num_warps=1, **_facts(f, E), **pdl(r.x)
+        logits, f.choice_bias, f.each, r.x, r.ids, r.weights, E, f.sum_eps, f.factor, num_warps=1, **facts_of(f, E), **pdl(r.x)
     )
     return r.ids
