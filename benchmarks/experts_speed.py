@@ -120,7 +120,7 @@ def main() -> None:
             row: dict[str, Any] = {"model": name, "tokens": T, "bits": s.bits, "weights": str(s)}
             for way in args.ways.split(","):
                 call = WAYS[way]
-                if (way == "single" and T > FEW) or (way in ("fp8", "int8") and name in MXFP4):
+                if (way == "single" and T > FEW) or (way == "int8" and name in MXFP4):
                     continue
                 try:
                     row[f"{way}_error"] = error(call(x, ids, weights, *pair, act), x, ids, weights, *pair, act)

@@ -42,8 +42,8 @@ def _refuse(call: ExpertsCall, act: Act) -> str | None:
     if _rows(call) < LEAST_ROWS:
         return f"takes {LEAST_ROWS} rows of an average expert and more, not {_rows(call):.0f}"
     for _, K, scheme, layout in (call.gate_up, call.down):
-        if layout != "tile" or scheme is None or scheme.table or scheme.bits == 1:
-            return "takes experts packed in the layout tile in 2 bits and more, without a table"
+        if layout != "tile" or scheme is None or scheme.bits == 1:
+            return "takes experts packed in the layout tile in 2 bits and more"
         if why := tile_wgmma8.why_not(scheme, K, act, call.capability):
             return why
     return None

@@ -805,6 +805,15 @@ inline V __shfl_xor_sync(unsigned, V v, int distance) {
     });
     return mine.out;
 }
+inline int __any_sync(unsigned, int v) {
+    struct Mine { int in, out; } mine{v, 0};
+    simt::collective("__any_sync", mine, [](Mine** lane) {
+        int any = 0;
+        for (int l = 0; l < 32; l++) any |= lane[l]->in != 0;
+        for (int l = 0; l < 32; l++) lane[l]->out = any;
+    });
+    return mine.out;
+}
 template <class V>
 inline V __shfl_sync(unsigned, V v, int from) {
     struct Mine { V in, out; int from; } mine{v, v, from};

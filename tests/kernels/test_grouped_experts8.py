@@ -89,6 +89,7 @@ EMULATED = [  # N beyond a tile, K that is no multiple of 128, biases, sums of 6
     Case("int8", 70, 2, 1, 64, 128, 8, 64, "none", torch.bfloat16, "ungated relu2", rows=128),
     Case("fp8", 24, 3, 2, 128, 640, 2, 128, "float", torch.bfloat16, "clamped_swiglu", bias=True),
     Case("int8", 90, 3, 2, 256, 130, 3, 0, "none", torch.float16, "gelu_tanh", rows=128),
+    Case("fp8", 60, 3, 2, 160, 288, 4, 32, "e2m1/e8m0", torch.bfloat16, "clamped_swiglu", rows=128, bias=True),
 ]
 
 
@@ -148,6 +149,7 @@ ON_THE_GPU = [
     Case("int8", 2000, 4, 2, 64, 320, 8, 64, "none", torch.float16, "ungated relu2", 128),
     Case("fp8", 515, 3, 1, 1408, 2000, 2, 0, "float", torch.float16, "silu", 128),
     Case("fp8", 3000, 16, 4, 768, 2048, 4, 128, "float", torch.bfloat16, "silu", 128),
+    Case("fp8", 700, 6, 2, 736, 992, 4, 32, "e2m1/e8m0", torch.bfloat16, "clamped_swiglu", 128),
 ]
 
 

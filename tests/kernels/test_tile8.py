@@ -11,6 +11,7 @@ from lowq_kernels import activations
 from lowq_kernels.decode import activation, reference
 from lowq_kernels.dispatch import registry
 from lowq_kernels.dispatch.registry import Call
+from lowq_packers.layouts import pack
 from lowq_packers.scheme import Scheme
 
 emulation.require("cuda/tile_int8", compiler=False)
@@ -55,6 +56,8 @@ CASES = [
     Case((2, 128, 1), 4, torch.bfloat16, 64, "float", 140, 520, 2176, sms=2, act="fp8"),  # several steps of sums a tile
     Case((1, 128, 2), 3, torch.float16, 128, "none", 35, 190, 384, act="int8"),
     Case((1, 64, 2), 4, torch.float16, 8320, "float", 33, 65, 8320, act="fp8"),  # a row is a group; more sums than a step takes
+    Case((2, 128, 1), 4, torch.bfloat16, 32, "e2m1/e8m0", 130, 300, 480, sms=1, bias=True, act="fp8"),
+    Case((1, 64, 4), 4, torch.float16, 32, "e2m1/e8m0", 64, 136, 1152, act="fp8"),  # the fourth block has no share of K
 ]
 
 
@@ -82,6 +85,49 @@ def test_emulated(case):
     with emulation.hopper(tile_wgmma8), emulation.sms(case.sms):
         y = emulation.twice(lambda: spec.launch(x, p, bias, config))
     assert emulation.error(y, ref) < TOLERANCE[case.dtype]
+
+
+def powers(case, device="cpu"):
+    """x and a weight of MXFP4 whose groups have powers from 2^-127 to 2^-60; the product where those 2^12 times smaller than
+    the largest of their 128 k count as 0, and the one where they do not."""
+    x, p, _, q = emulation.operands(case, "cpu")
+    g = torch.Generator().manual_seed(case.K)
+    bytes_ = 40 + torch.randint(0, 13, q.scales.shape, generator=g).to(torch.uint8)
+    bytes_[::3] = torch.randint(0, 68, bytes_[::3].shape, generator=g).to(torch.uint8)  # of a third of the rows any, 0 included
+    q = dataclasses.replace(q, scales=bytes_)
+    most = bytes_.int().unfold(1, 4, 4).amax(-1).repeat_interleave(4, 1)
+    dropped = (most - bytes_.int() >= 12).repeat_interleave(32, 1)
+    W = q.dequantize().double()
+    x8 = activations.rounded(x.float(), "fp8").double()
+    p = dataclasses.replace(pack(q, "tile"))
+    p = dataclasses.replace(p, words=p.words.to(device), scales=p.scales.to(device))
+    return x.to(device), p, (x8 @ W.masked_fill(dropped, 0).T).to(device), (x8 @ W.T).to(device)
+
+
+POWERS = Case((2, 64, 1), 4, torch.bfloat16, 32, "e2m1/e8m0", 40, 130, 512, act="fp8")
+
+
+def by_row(y, wanted):
+    """The largest relative error of a row of W."""
+    return ((y.double() - wanted).norm(dim=0) / wanted.norm(dim=0)).max()
+
+
+@emulated
+def test_powers_emulated():
+    x, p, wanted, exact = powers(POWERS)
+    config = dict(zip(tile_wgmma8.KEYS, POWERS.config, strict=True))
+    with emulation.hopper(tile_wgmma8), emulation.sms(2):
+        y = emulation.twice(lambda: tile_wgmma8.tile_fp8(x, p, None, config))
+    assert by_row(y, wanted) < 1e-2
+    assert 0 < by_row(wanted, exact) < 5e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
+def test_powers_on_the_gpu():
+    for config in tile_wgmma8.CONFIGS:
+        x, p, wanted, _ = powers(dataclasses.replace(POWERS, M=300, N=1000, K=2944), "cuda")
+        assert by_row(tile_wgmma8.tile_fp8(x, p, None, config), wanted) < 1e-2
 
 
 GATED = [  # K of two rounds of act_rows; K that is no multiple of 128, and of 8
@@ -194,6 +240,12 @@ def test_compiles_without_spills(bits, int8):
         without_spills("tile_wgmma8.cu", expression, "sm_90a")
 
 
+@pytest.mark.parametrize("i", [0, 4, 8])
+def test_mxfp4_compiles_without_spills(i):
+    expression = tile_wgmma8.expression(4, i // 4 % 2, False, tile_wgmma8.MX, False, tile_wgmma8.CONFIGS[i], i == 4)
+    without_spills("tile_wgmma8.cu", expression, "sm_90a")
+
+
 @pytest.mark.parametrize(
     ("act", "bits", "group", "why"),
     [
@@ -201,10 +253,13 @@ def test_compiles_without_spills(bits, int8):
         ("int8", 2, 64, "groups of 64"),
         ("int8", 4, 192, "groups of 192"),
         ("fp8", 8, 128, "takes 4/3/2 bits"),
+        ("int8", 4, "e2m1/e8m0", "takes evenly spaced values"),
+        ("fp8", 4, "e2m1/e4m3", "takes MXFP4's"),
     ],
 )
 def test_refuses(act, bits, group, why):
-    call = Call(64, 256, 384 * 2, Scheme(bits, group, "float"), "tile", torch.float16, "cuda", (9, 0), act)
+    scheme = Scheme(bits, group, "float") if isinstance(group, int) else Scheme.of(bits, 32, group)
+    call = Call(64, 256, 384 * 2, scheme, "tile", torch.float16, "cuda", (9, 0), act)
     assert why in (registry.kernels()[f"cuda/tile_{act}"].why_not(call) or "")
 
 
@@ -222,6 +277,7 @@ def test_on_the_gpu(act, bits):
             (33, 200, 128, "float"),
             (300, 1000, groups[i % len(groups)], ("none", "float")[i % 2]),
             (1027, 4104, 128, "float"),
+            *((M, N, 32, "e2m1/e8m0") for M, N in ((300, 1000), (97, 2888)) if (act, bits) == ("fp8", 4)),
         ):
             K, dtype = 768 if group == 768 else 1152, tuple(TOLERANCE)[(i + M) % 2]
             case = Case(i, bits, dtype, group, zero, M, N, K, bias=M == 300, act=act)

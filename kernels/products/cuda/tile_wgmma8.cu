@@ -18,6 +18,10 @@
 // GROUPED W is many weights of N rows, each row_tiles row tiles, and each tile of x has one of them, experts[tile of x]: a
 //         mixture's products, with rows of x sorted by expert; bias is (E, N). Tiles from row *valid on are left alone. Both
 //         come from memory that the previous kernel may have written.
+// MX      MXFP4: codes are e2m1, groups of 32 have a power of two, there are no zeros and no sums of x. With the group's power
+//         relative to the largest of its 128 k, a value is an e4m3 number: 2^(d - 6) times e2m1, 1 <= d <= 12, and `prmt` looks
+//         up four codes among the eight magnitudes that the group has then. A group that is 2^12 times smaller than the
+//         largest of its 128 k counts as 0. x lies so that each 32 bytes are a group's.
 // Limits  groups of 64 (8 and 4 bits) or a multiple of 128, or one group; 8 bits with int8 only.
 // Edges   TMA reads zeros outside, and stores nothing there; where rows of y are no multiple of 16 bytes, masked stores.
 // Source  own.
@@ -67,20 +71,28 @@ __device__ __forceinline__ void codes8(const u32 (&w)[Tile<BITS>::REGS], int i, 
     }
 }
 
+constexpr int larger(int a, int b) { return a > b ? a : b; }
+__device__ __forceinline__ u32 look_up(u32 low, u32 high, u32 select) {  // also by a nibble's top bit: a byte's sign, eight times
+    u32 d;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(low), "r"(high), "r"(select));
+    return d;
+}
+
 // The phases of the kernel, as functions of their arguments: with fields of a struct, or with the loops over row tiles in a
 // phase, ptxas gave the kernel other registers than in the code that was measured.
 template <int BITS, int T, bool INT8, int GROUP, bool ZEROS, int ROW_TILES_64, int BLOCK_M, int BATCH, int STAGES, int SPLIT_K,
-          bool GROUPED>
+          bool GROUPED, bool MX>
 struct Phases8 {
     using L = Tile<BITS>;
     static constexpr int SG = GROUP == 64 ? 64 : 128, PARTS = 128 / SG, CHUNKS = 128 / L::CHUNK, TILES = 8 * ROW_TILES_64;
     static constexpr int PER_CHUNK = L::CHUNK / 32, PER_SUM = SG / 32;  // fragments
     static constexpr u32 X_BYTES = BLOCK_M * 128, CHUNK_BYTES = TILES * L::WORDS * 4, W_BYTES = CHUNKS * CHUNK_BYTES,
-                         META_BYTES = TILES * PARTS * 32;
+                         META_BYTES = TILES * (MX ? 64 : PARTS * 32);
     static constexpr u32 LOADED = X_BYTES + W_BYTES + META_BYTES, STAGE_BYTES = (LOADED + 1023) / 1024 * 1024;
     static_assert(SG / 32 % BATCH == 0, "one wgmma batch, one sum");
     static constexpr int EVERY = 32 / PARTS;  // steps of x whose sums are a step of sums: 32 columns
-    static constexpr u32 ZEROS_BYTES = TILES * 1024;  // of -s z for a step of sums
+    static constexpr u32 ZEROS_BYTES = MX ? 0 : TILES * 1024;  // of -s z for a step of sums
+    static constexpr int SUM_STEP = MX ? 0 : 1;  // steps of sums behind those of x
     static constexpr int COLUMNS = BLOCK_M / SPLIT_K;  // of x that a block writes
     static constexpr int PIECE = COLUMNS < 64 ? COLUMNS : 64;  // rows of y that are stored at a time, 64 columns each
     static constexpr u32 PIECE_BYTES = PIECE * 128 < 1024 ? 1024 : PIECE * 128;
@@ -95,7 +107,7 @@ struct Phases8 {
 
     // The step of x before which a step of sums comes.
     static __device__ __forceinline__ int sums_due(int sum, int sum_steps, int part) {
-        return sum + 1 < sum_steps ? smaller((sum + 1) * EVERY, part) : part;
+        return sum + 1 < sum_steps && !MX ? smaller((sum + 1) * EVERY, part) : part;
     }
 
     static __device__ __forceinline__ void load_weights(const TensorMap& words_map, const TensorMap& scales_map, u32 base,
@@ -125,7 +137,8 @@ struct Phases8 {
             int m0, first_tile;
             if (!place(tile, m0, first_tile)) continue;
             for (int sum = 0, c = 0; sum < sum_steps; sum++) {  // of x, EVERY steps each; a step of sums after each of them
-                for (const int end = sums_due(sum, sum_steps, part); c <= end; c++) {
+#pragma unroll 1
+                for (const int end = sums_due(sum, sum_steps, part); c < end + SUM_STEP; c++) {
                     const u32 barrier = full + 8 * s;
                     if (early > 0) early--;
                     else {
@@ -139,7 +152,7 @@ struct Phases8 {
                     }
                     if (++s == STAGES) s = 0, round++;
                 }
-                c--;
+                c -= SUM_STEP;
             }
         }
     }
@@ -153,6 +166,42 @@ struct Phases8 {
             if (at % PER_CHUNK == 0) read_chunk<BITS>(words + at / PER_CHUNK * CHUNK_BYTES, lane, w);
             codes8<BITS>(w, at % PER_CHUNK, a[i]);
         }
+    }
+    // MX: A operands of 128 k from words of a row tile and their groups' powers, and what the sums of rows r and r + 8 lack.
+    static __device__ __forceinline__ float2 read_e2m1(u32 words, u32 powers, int lane, u32 (&a)[4][4]) {
+        static_assert(BITS == 4 && !INT8 && GROUP == 32 && BATCH == 4, "MXFP4 by e4m3");
+        constexpr int MOST = 12;  // d of the largest group: 6 * 2^(12 - 6) = 384, the next power is no e4m3 number
+        int power[4][2], most[2] = {0, 0}, least[2] = {255, 255};
+#pragma unroll
+        for (int g = 0; g < 4; g++) {
+            const u32 both = read2(powers + g * 16 + (lane >> 2) * 2);
+            power[g][0] = both & 255, power[g][1] = both >> 8;
+#pragma unroll
+            for (int o = 0; o < 2; o++) most[o] = larger(most[o], power[g][o]), least[o] = smaller(least[o], power[g][o]);
+        }
+        const bool far = __any_sync(0xffffffffu, most[0] - least[0] >= MOST || most[1] - least[1] >= MOST);
+        u32 w[L::REGS];
+#pragma unroll
+        for (int g = 0; g < 4; g++) {
+            u32 low[2], high[2];  // of each row: 0, 0.5, 1, 1.5; 2, 3, 4, 6
+#pragma unroll
+            for (int o = 0; o < 2; o++) {
+                const u32 d = power[g][o] - most[o] + MOST;
+                low[o] = d * 0x08080800u + 0x0c080000u, high[o] = d * 0x08080808u + 0x1c181410u;
+                if (far && most[o] - power[g][o] >= MOST) low[o] = high[o] = 0;
+            }
+            if (g % 2 == 0) read_chunk<BITS>(words + g / 2 * CHUNK_BYTES, lane, w);
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const u32 codes = __byte_perm(w[j], 0, g % 2 ? 0x4431 : 0x4420);
+                const u32 signs = look_up(0x80808080u, 0x80808080u, codes) << 1;  // 0x80 or 0xff
+                a[g][j] = look_up(low[j & 1], high[j & 1], codes & 0x7777u) | (signs & 0x80808080u);
+            }
+        }
+        return make_float2(power_of(most[0] - MOST + 6), power_of(most[1] - MOST + 6));
+    }
+    static __device__ __forceinline__ float power_of(int exponent) {  // 2^(exponent - 127), down to subnormal numbers
+        return __uint_as_float(exponent > 0 ? exponent << 23 : 1u << (22 + exponent));
     }
     static __device__ __forceinline__ void start_products(StepSums& sums, u32 (&a)[BATCH][4], u64 panel, int b) {
         alive(a), alive<INT8>(sums);
@@ -190,7 +239,7 @@ struct Phases8 {
             barrier_wait(empty, parity ^ 1);
             if (SPLIT_K == 1 && sum == 0) read_scales();
 #pragma unroll 1
-            for (int i = first; i < 2 * TILES; i += 3) {
+            for (int i = MX ? 2 * TILES : first; i < 2 * TILES; i += 3) {
                 u32 minus[4], a[4];
 #pragma unroll
                 for (int e = 0; e < 4; e++) {
@@ -291,14 +340,14 @@ struct Phases8 {
 };
 
 template <int BITS, int T, bool INT8, int GROUP, bool ZEROS, int ROW_TILES_64, int BLOCK_M, int BATCH, int STAGES, int SPLIT_K,
-          int BAND, bool GROUPED = false>
+          int BAND, bool GROUPED = false, bool MX = false>
 __global__ void __launch_bounds__(384, 1)
 tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap sums_map,
             const __grid_constant__ TensorMap words_map, const __grid_constant__ TensorMap scales_map,
             const __grid_constant__ TensorMap y_map, const u32* __restrict__ scales, const u32* __restrict__ zeros,
             const float* __restrict__ x_scales, const u16* __restrict__ bias, u16* __restrict__ y, int M, int N, int steps,
             int row_tiles, int groups, const int* __restrict__ experts, const int* __restrict__ valid) {
-    using P = Phases8<BITS, T, INT8, GROUP, ZEROS, ROW_TILES_64, BLOCK_M, BATCH, STAGES, SPLIT_K, GROUPED>;
+    using P = Phases8<BITS, T, INT8, GROUP, ZEROS, ROW_TILES_64, BLOCK_M, BATCH, STAGES, SPLIT_K, GROUPED, MX>;
     using L = Tile<BITS>;
     constexpr int PARTS = P::PARTS, TILES = P::TILES, COLUMNS = P::COLUMNS;
     constexpr u32 X_BYTES = P::X_BYTES, W_BYTES = P::W_BYTES, STAGE_BYTES = P::STAGE_BYTES;
@@ -315,7 +364,7 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
               part = smaller(share, steps - begin);
     // sums of x from sums_at on, in steps of 32 among those of x; TMA wants 16-byte aligned addresses (illegal instruction)
     const int sums_begin = begin * PARTS, sums_at = sums_begin & ~7, sums_end = sums_begin + part * PARTS;
-    const int sum_steps = part > 0 ? (sums_end - sums_at + 31) / 32 : 0;
+    const int sum_steps = part > 0 ? MX ? 1 : (sums_end - sums_at + 31) / 32 : 0;
     const int m_tiles = (M + BLOCK_M - 1) / BLOCK_M, n_tiles = (row_tiles + TILES - 1) / TILES, all = m_tiles * n_tiles;
     auto place = [&](int tile, int& m0, int& n_tile) {  // bands of BAND tiles of n; within one, n fastest, then m
         const int band = tile / (BAND * m_tiles), n_first = band * BAND, width = smaller(BAND, n_tiles - n_first);
@@ -403,14 +452,17 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
 #pragma unroll
                     for (int b = 0; b < 4 / BATCH; b++) {  // of BATCH fragments, that go to wgmma together
                         u32 a[BATCH][4];
-                        P::read_codes(b, stage + X_BYTES + t * L::WORDS * 4 + lane * 16, lane, w, a);
+                        const u32 words = stage + X_BYTES + t * L::WORDS * 4 + lane * 16;
+                        float2 f;
+                        if constexpr (MX) f = P::read_e2m1(words, stage + X_BYTES + W_BYTES + t * 64, lane, a);
+                        else P::read_codes(b, words, lane, w, a);
                         const int p = b * BATCH / P::PER_SUM;
                         const bool whole = (b + 1) * BATCH % P::PER_SUM == 0;  // a sum ends
                         u32 both = 0;  // scales of rows r and r + 8; read before the product: shared memory is slow behind one
-                        if (whole) both = read4(stage + X_BYTES + W_BYTES + t * PARTS * 32 + p * 32 + r * 4);
+                        if (whole && !MX) both = read4(stage + X_BYTES + W_BYTES + t * PARTS * 32 + p * 32 + r * 4);
                         P::start_products(sums8, a, panel, b);
-                        float2 f = to_floats<T>(both);
-                        if (!INT8) f.x *= 512.f, f.y *= 512.f;
+                        if (!MX) f = to_floats<T>(both);
+                        if (!INT8 && !MX) f.x *= 512.f, f.y *= 512.f;
                         products_wait<0>();
                         alive(a), alive<INT8>(sums8);
                         if (h + 1 == ROW_TILES_64 && (b + 1) * BATCH == 4) release();
@@ -418,11 +470,11 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
                     }
                 }
             }
-            barrier_wait(full + 8 * s, parity);  // minus s z, by the sums of x
+            if (!MX) barrier_wait(full + 8 * s, parity);  // minus s z, by the sums of x
             barrier_wait(full + 8 * STAGES, zeros_parity);
             const u64 panel = swizzled_tile(base + s * STAGE_BYTES);
 #pragma unroll
-            for (int h = 0; h < ROW_TILES_64; h++) {
+            for (int h = 0; h < (MX ? 0 : ROW_TILES_64); h++) {
                 typename P::Sums product;  // not acc itself: as a target of wgmma it costs ptxas more registers than there are
                 P::multiply_sums(product, made + ((t_first + 4 * h) * 64 + lane) * 16, panel);
 #pragma unroll
@@ -433,7 +485,7 @@ tile_wgmma8(const __grid_constant__ TensorMap x_map, const __grid_constant__ Ten
             // (.sync.aligned).
             if (lane == 0) barrier_arrive(empty + 8 * STAGES);
             zeros_parity ^= 1;
-            release();
+            if (!MX) release();
         }
 
         // ---------------------------------------------------------------------------------------------- epilogue

@@ -32,6 +32,7 @@ ROUND_PARAMETERS = (ctypes.c_void_p,) * 4 + (ctypes.c_int32,) * 3 + (
 BLOCK_K = 128  # k per stage
 BAND = 8192  # rows of W whose tiles run at the same time
 MAX_STAGES = 8
+MX = 32  # the only groups whose scales are powers of two: MXFP4's
 # Of a block of act_rows. 4,096 rows of 14,336 values take 66.8 us in one round of 896 threads, 54.5 in four of 256 (H200).
 MOST_THREADS = 256
 MOST_HELD = 7  # rounds of 16 values per thread that act_rows holds, in 8 registers each
@@ -46,11 +47,17 @@ def sum_span(group: int) -> int:
 
 
 def plan(bits: int, group: int, config: Config) -> tuple[int, int]:
-    """(stages, dynamic shared memory); under a split, the fp32 sums and the staging of outputs reuse the ring's memory."""
+    """(stages, dynamic shared memory); under a split, the fp32 sums and the staging of outputs reuse the ring's memory.
+    Groups of 32: MXFP4's."""
     tiles, split = 8 * config["ROW_TILES_64"], config["SPLIT_K"]
     words = BLOCK_K // CHUNK[bits] * tiles * WORDS[bits] * 4
-    stage = -(-(config["BLOCK_M"] * BLOCK_K + words + tiles * BLOCK_K // sum_span(group) * 32) // 1024) * 1024
-    zeros, staging, sums = tiles * 1024, 4 * 128 * rows_of_piece(config), config["ROW_TILES_64"] * config["BLOCK_M"] * 512
+    scales = 4 * 16 if group == MX else BLOCK_K // sum_span(group) * 32  # bytes of a row tile in a stage
+    stage = -(-(config["BLOCK_M"] * BLOCK_K + words + tiles * scales) // 1024) * 1024
+    zeros, staging, sums = (
+        0 if group == MX else tiles * 1024,
+        4 * 128 * rows_of_piece(config),
+        config["ROW_TILES_64"] * config["BLOCK_M"] * 512,
+    )
     stages = min(MAX_STAGES, (SHARED - zeros - (staging if split == 1 else 0)) // stage)
     return stages, stages * stage + zeros + staging if split == 1 else max(stages * stage + zeros, sums)
 
@@ -65,7 +72,8 @@ def expression(bits: int, T: int, int8: bool, group: int, zeros: bool, config: C
     flags = ("false", "true")
     stages = plan(bits, group, config)[0]
     tile = f"{config['ROW_TILES_64']}, {config['BLOCK_M']}, {sum_span(group) // 32}, {stages}, {config['SPLIT_K']}"
-    band = f"{BAND // (128 * config['ROW_TILES_64'])}{', true' if grouped else ''}"
+    last = (grouped, group == MX) if group == MX else (grouped,) if grouped else ()
+    band = ", ".join((str(BAND // (128 * config["ROW_TILES_64"])), *(flags[f] for f in last)))
     return f"tile_wgmma8<{bits}, {T}, {flags[int8]}, {group}, {flags[zeros]}, {tile}, {band}>"
 
 
@@ -78,6 +86,9 @@ def why_not(scheme: Scheme, K: int, act: Act, capability: tuple[int, int]) -> st
     if why := gpu.no_wgmma(capability):
         return why
     bits, group = scheme.bits, scheme.group_size
+    if scheme.table:
+        mx = (scheme.table, scheme.scale, group, act) == ("e2m1", "e8m0", MX, "fp8") and K > MX
+        return None if mx else "of values from a table it takes MXFP4's under fp8"
     if act == "fp8" and bits == 8:
         return "e4m3 cannot represent all codes of 8 bits"
     if group != K and group % 128 and not (group == 64 and CHUNK[bits] == 64):
@@ -132,8 +143,11 @@ EVERY_ROW, ROWS_WITH_TOKENS, ROWS_OF_TOKENS = range(3)  # the rows that act_rows
 
 
 @cache
-def _kernel(bits: int, T: int, int8: bool, span: int, gate: str, which: int, rounds: int, threads: int, device: int) -> Kernel:
-    flags = f"{str(int8).lower()}, {CHUNK[bits]}, {str(bits == 8).lower()}"
+def _kernel(
+    bits: int, T: int, int8: bool, in_pairs: bool, span: int, gate: str, which: int, rounds: int, threads: int, device: int
+) -> Kernel:
+    """in_pairs: a byte of x belongs to the fragment next to its neighbour's (INTERLEAVED)."""
+    flags = f"{str(int8).lower()}, {CHUNK[bits]}, {str(in_pairs).lower()}"
     rounding = f"act_rows<{T}, {flags}, {span}, {rounds}, {BEFORE[gate]}, {which}, {threads}>"
     return Kernel("act_rows.cu", rounding, device, threads, ROUND_PARAMETERS, serialize=True)
 
@@ -187,7 +201,9 @@ def _launch(
 ) -> None:  # fmt: skip
     """Run act_rows. x, of_rows: addresses; last: those of the stream and the norm's weight, and its eps."""
     bits, span, T = p.scheme.bits, sum_span(group_argument(p)), TYPES[to.sums.dtype]
-    kernel = _kernel(bits, T, to.int8, span, gate, which, *block_of(p.K), to.x8.device.index)
+    kernel = _kernel(
+        bits, T, to.int8, bits == 8 or p.scheme.group_size == MX, span, gate, which, *block_of(p.K), to.x8.device.index
+    )
     pointers = (x, to.x8.data_ptr(), to.sums.data_ptr(), to.scales.data_ptr())
     kernel(blocks, 1, 0, *pointers, p.K, to.x8.shape[1] // BLOCK_K, to.sums.shape[1], of_rows, copies, *last)
 
@@ -257,7 +273,7 @@ def tile_int8(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, confi
     return product(x, p, bias, config, True)
 
 
-@register("cuda/tile_fp8", bits=(4, 3, 2), acts=("fp8",), prefer=policy.prefers("cuda/tile_fp8"), **FACTS)
+@register("cuda/tile_fp8", bits=(4, 3, 2), acts=("fp8",), tables=("", "e2m1"), prefer=policy.prefers("cuda/tile_fp8"), **FACTS)
 def tile_fp8(x: torch.Tensor, p: PackedWeight, bias: torch.Tensor | None, config: Config) -> torch.Tensor:
     """x (M, K) -> (M, N): x rounded to e4m3 per token, sums of 128 k by the tensor core, scaled and added in fp32."""
     return product(x, p, bias, config, False)
