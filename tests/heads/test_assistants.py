@@ -89,10 +89,10 @@ def reference(made, model, ids, layers, shift=1, K=K):
 
 def read(ours, ids, slots=40):
     """The engine's state after a text, and its last hidden states."""
-    plan = plan_of(ours)
+    plan, device = plan_of(ours), ids.device
     there = Rectangle(slice(0, 1), 0, len(ids), [len(ids)], 1)
-    state = static_state(plan, 1, slots, "16")
-    batch = Batch(plan.ops, ids, 0, torch.zeros(1, dtype=torch.int32), plan.angles(slots, CPU), rectangle=there)
+    state, start = static_state(plan, 1, slots, "16"), torch.zeros(1, dtype=torch.int32, device=device)
+    batch = Batch(plan.ops, ids, 0, start, plan.angles(slots, device), rectangle=there)
     return state, plan.hidden(plan.embed(ids), batch, state)
 
 
@@ -100,9 +100,9 @@ def guessed(drafter, ours, ids, K=K, slots=40):
     """The guesses of a drafter after a text; its last token was drawn, and is not read yet."""
     state, y = read(ours, ids[:-1], slots)
     drafter.make_room(1, slots, state)
-    n = len(ids) - 1
-    pos, zero = torch.arange(n, dtype=torch.int32), torch.zeros(n, dtype=torch.int64)
-    return drafter.draft(ids[1:], {-1: y}, DraftRows(pos, zero, n), torch.tensor([n - 1]), K)[0].tolist()
+    n, device = len(ids) - 1, ids.device
+    pos, zero = torch.arange(n, dtype=torch.int32, device=device), torch.zeros(n, dtype=torch.int64, device=device)
+    return drafter.draft(ids[1:], {-1: y}, DraftRows(pos, zero, n), torch.tensor([n - 1], device=device), K)[0].tolist()
 
 
 def logits_of(drafter, ours, ids, drafts):

@@ -29,17 +29,18 @@ CPU = torch.device("cpu")
 TEXT = torch.randint(3, pub.VOCAB, (14,), generator=torch.Generator().manual_seed(9))
 
 
-def native(folder):
+def native(folder, device=CPU):
     with open_source(str(folder)) as source:
-        return native_loader.read(source, CPU)
+        return native_loader.read(source, device)
 
 
 def states_of(model, layers, ids=TEXT, slots=32):
     """The hidden states that a head reads, by the engine: streams entering layers, or the last one normed."""
     plan = plan_of(model)
     plan.tap(tuple(i for i in layers if i >= 0))
-    there = Rectangle(slice(0, 1), 0, len(ids), [len(ids)], 1)
-    batch = Batch(plan.ops, ids, 0, torch.zeros(1, dtype=torch.int32), plan.angles(slots, CPU), rectangle=there)
+    there, device = Rectangle(slice(0, 1), 0, len(ids), [len(ids)], 1), ids.device
+    start = torch.zeros(1, dtype=torch.int32, device=device)
+    batch = Batch(plan.ops, ids, 0, start, plan.angles(slots, device), rectangle=there)
     taps = []
     y = plan.hidden(plan.embed(ids), batch, static_state(plan, 1, slots, "16"), taps)
     return taps or [y]

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import asking
 import pytest
 import torch
-from asking import Client, Free
+from asking import ON_GPU, Client, check_all
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "heads"))
 import publishing as pub
@@ -55,7 +55,7 @@ def prompts(*lengths, seed=3):
     return [torch.randint(3, pub.VOCAB, (n,), generator=g).tolist() for n in lengths]
 
 
-def made(kind, folder):
+def made(kind, folder, device="cpu"):
     """A model and what drafts for it."""
     family = kind.removeprefix("MTP of ").removeprefix(ASSISTANT)
     make, _, more = WITH_MTP.get(family, (None, None, {}))
@@ -63,7 +63,7 @@ def made(kind, folder):
     pub.target(folder / "model", named, max_position_embeddings=512, **more)
     if make:
         pub.with_heads(folder / "model", make, *([4] if make is pub.nextn else []))
-    model = native(folder / "model")
+    model = native(folder / "model", torch.device(device))
     tuned_by(model, str(folder / "model"))
     if kind.startswith(ASSISTANT):
         assistant(folder / "head", family)
@@ -76,18 +76,24 @@ def made(kind, folder):
     if kind == "itself":
         return model, ModelDrafter(plan_of(model), "itself", pub.VOCAB)
     pub.target(folder / "other", max_position_embeddings=512, intermediate_size=48)
-    return model, ModelDrafter(plan_of(native(folder / "other")), "another", pub.VOCAB)
+    return model, ModelDrafter(plan_of(native(folder / "other", torch.device(device))), "another", pub.VOCAB)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+# recurrent layers take no drafts there
+ELSEWHERE = [kind for kind in KINDS if "qwen3" not in kind]
+
+
+@pytest.fixture(scope="module", params=[*KINDS, *(pytest.param(f"{kind}, on a GPU", marks=ON_GPU) for kind in ELSEWHERE)])
 def both(request, tmp_path_factory):
-    return made(request.param, tmp_path_factory.mktemp("kind"))
+    kind, _, gpu = request.param.partition(", ")
+    return made(kind, tmp_path_factory.mktemp("kind"), "cuda" if gpu else "cpu")
 
 
 def always(client):
     """The client's engine with guesses that are made after every pass, and checked, whatever they bring."""
     drafts = client.engine.drafts
-    drafts.costs, believed = Free(drafts.costs), Believed([BEFORE] * drafts.guesses.drafter.most)
+    check_all(drafts)
+    believed = Believed([BEFORE] * drafts.guesses.drafter.most)
     drafts.wanted = lambda: drafts.guesses.drafter.most
     drafts.drafter = lambda: Trusting(believed, NGram())
     return client
@@ -147,12 +153,12 @@ def asked(c, *texts, **how):
 
 def reference(model, drafter, text, n, K):
     """What a drafter guesses after n tokens of a text, which it has read whole."""
+    t, device = n - 1, plan_of(model).device
+    ids = torch.tensor(text[:n], device=device)
     if drafter.plan.model.lent:
-        return guessed_by_assistant(drafter, model, torch.tensor(text[:n]), K, 512)
+        return guessed_by_assistant(drafter, model, ids, K, 512)
     drafter.make_room(1, 512)
-    t = n - 1
-    pos, ids = torch.arange(t, dtype=torch.int32), torch.tensor(text[:n])
-    zeros = torch.zeros(t, dtype=torch.int64)
+    pos, zeros = (torch.arange(t, dtype=torch.int32, device=device), torch.zeros(t, dtype=torch.int64, device=device))
     layers = drafter.layers
     hidden = dict(zip(layers, states_of(model, layers, ids[:t], 512), strict=True)) if layers else {}
     before = {i: h[: t - 1] for i, h in hidden.items()}
@@ -160,7 +166,7 @@ def reference(model, drafter, text, n, K):
     if not layers:
         drafter.read(ids[t - 1 : t], {}, DraftRows(pos[t - 1 :], zeros[:1], 1))
     last = {i: h[t - 1 :] for i, h in hidden.items()}
-    return drafter.draft(ids[t:], last, DraftRows(pos[t - 1 :], zeros[:1], 1), torch.zeros(1, dtype=torch.int64), K)[0].tolist()
+    return drafter.draft(ids[t:], last, DraftRows(pos[t - 1 :], zeros[:1], 1), zeros[:1], K)[0].tolist()
 
 
 def test_answers_and_guesses_are_those_alone(both, client):
@@ -182,7 +188,7 @@ def test_answers_and_guesses_are_those_alone(both, client):
                 assert guess[:K] == reference(model, drafter, text, n, len(guess))[:K]
 
 
-FEW = ("EAGLE-3", "MTP of qwen3_5_text", "itself")
+FEW = ["EAGLE-3", "MTP of qwen3_5_text", "itself", pytest.param("EAGLE-3, on a GPU", marks=ON_GPU)]
 
 
 @pytest.mark.parametrize("both", FEW, indirect=True)

@@ -4,6 +4,7 @@ A drafter that knows the answer guesses it up to a random depth, then something 
 every depth, steps with drafts and without them in turn, each text its own number.
 """
 
+import copy
 import math
 import random
 from itertools import accumulate, product
@@ -11,7 +12,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from asking import Client, Free, alone, build, prompts
+import torch
+from asking import ON_GPU, Client, alone, build, check_all, prompts
 from saying import byte_tokenizer
 
 from lowq_cli.engine.drafts.drafter import Guess
@@ -23,6 +25,7 @@ from lowq_cli.serving.http.answers import Answer
 from lowq_cli.serving.http.rules import Rules
 from lowq_cli.serving.http.text import Writer
 from lowq_cli.serving.request import Draw, Event, Mask, Request, allow
+from lowq_cli.serving.sampler_reference import Picker
 from lowq_cli.serving.sequence import MANY, Sequence
 
 KINDS = {
@@ -36,6 +39,7 @@ KINDS = {
 }  # fmt: skip
 
 
+TIES = {"float16": 0.004, "bfloat16": 0.02}  # how far logits may be from those in fp32, in the largest
 THINKS = byte_tokenizer(special=("<think>", "</think>"), template="<think></think>")
 TEXTS = SimpleNamespace(decode=lambda ids, **_: "x" * len(ids))
 
@@ -72,18 +76,25 @@ class Knowing:
 def knowing(client, answers, seed=0, ahead=False):
     """The client's engine with drafters that know the answers, and rows that cost nothing. ahead: as on a GPU."""
     drafts, rng = client.engine.drafts, random.Random(seed)
-    drafts.costs, drafts.drafter = Free(drafts.costs), lambda: Knowing(answers, rng)
+    check_all(drafts)
+    drafts.drafter = lambda: Knowing(answers, rng)
     if ahead:
         client.engine.pipeline.ahead = 1
         drafts.go_ahead()
     return client
 
 
-@pytest.fixture(scope="module", params=[*KINDS, "llama, launched ahead", "gemma3_text, launched ahead"])
+IN_TURN = ("llama, launched ahead", "gemma3_text, launched ahead")
+
+
+@pytest.fixture(
+    scope="module", params=[*KINDS, *IN_TURN, *(pytest.param(f"{k}, on a GPU", marks=ON_GPU) for k in list(KINDS)[:2])]
+)
 def model(request):
-    kind, _, ahead = request.param.partition(", ")
-    made = build(kind, **KINDS[kind])
-    made.ahead = bool(ahead)
+    """In fp32, in which no two tokens are as likely but for chance: a GPU's kernels of other numbers of rows draw the same."""
+    kind, _, how = request.param.partition(", ")
+    made = build(kind, **KINDS[kind]).to("cuda" if how == "on a GPU" else "cpu")
+    made.ahead = how == "launched ahead"
     return made
 
 
@@ -384,6 +395,66 @@ def test_any_settings_together_are_answered_as_without_drafts(model, client, see
     counted(c)
 
 
+def doubted(logits, request, mask, tokens, by):
+    """Places of an answer's tokens that are not drawn by these logits (n, V), by the definition, also not if each of the tokens
+    that may be as likely is `by` away from its logit."""
+    picker, result = Picker(request.draw, mask, request.prompt, logits.shape[1], logits.device), []
+    for i, token in enumerate(tokens):
+        before, raw = (picker.counts.clone(), picker.seen.clone(), picker.pos.clone()), logits[i : i + 1].clone()
+        for tries in range(4):
+            picker.counts, picker.seen, picker.pos = (t.clone() for t in before)
+            if (drawn := int(picker.pick(raw))) == token:
+                break
+            raw[0, token] += by * (tries == 0)
+            raw[0, drawn] -= by
+        else:
+            result.append(i)
+        picker.counts, picker.seen = (t.clone() for t in before[:2])
+        picker.counts[token] += 1
+        picker.seen[0, token] = True
+        if mask is not None:
+            mask.accept(token)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [("cpu", "bfloat16"), *(pytest.param("cuda", dtype, marks=ON_GPU) for dtype in ("float16", "bfloat16"))],
+)
+def test_tokens_in_half_precision_are_drawn_by_definition_or_as_likely(device, dtype):
+    """Logits of half precision often tie, and kernels of other numbers of rows then draw other tokens: so each token is
+    compared with what fp32 draws after the same text."""
+    model = build("llama").to(getattr(torch, dtype))
+    exact, rng = copy.deepcopy(model).float(), random.Random(7)
+    model = model.to(device)
+    some, asked = [combination(rng) for _ in range(24)], prompts(*(20 + 5 * i for i in range(24)), seed=41)
+
+    def requests():
+        return [Request(tuple(p), 40, s, Draw(**how), mask()) for p, (how, s, mask) in zip(asked, some, strict=True)]
+
+    def answers(c):
+        return [[e.token for e in events] for events in c.follow(*[c.engine.submit(one) for one in requests()])]
+
+    plain = Client(model, running=12)
+    known = answers(plain)
+    plain.engine.stop(0)
+    c = knowing(
+        Client(model, draft="ngram", running=12), dict(zip(map(tuple, asked), known, strict=True)), ahead=device == "cpu"
+    )
+    made = answers(c)
+    c.engine.stop(0)
+    assert made == known or device == "cuda"
+    s, other = c.engine.stats(), 0
+    assert 0 < s.accepted < s.drafted
+    for tokens, one, (*_, mask) in zip(made, requests(), some, strict=True):
+        with torch.inference_mode():
+            logits = exact(torch.tensor([[*one.prompt, *tokens]])).logits[0, len(one.prompt) - 1 : -1]
+        by = float(logits.abs().max()) * TIES[dtype]
+        assert not doubted(logits, one, mask(), tokens, by)
+        other += len(doubted(logits, one, mask(), tokens, 0.0))
+    assert other < 0.05 * sum(map(len, made))
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_sixteen_sequences_that_are_sampled_and_drafted_by_n_grams(ahead):
     """Each has settings of its own; the second time n-grams go on from the first answers."""
@@ -401,7 +472,7 @@ def test_sixteen_sequences_that_are_sampled_and_drafted_by_n_grams(ahead):
     wanted = plain.tokens(*[plain.ask(p, 40, **h) for p, h in zip(asked, how, strict=True)])
     plain.engine.stop(0)
     c = Client(model, draft="ngram", running=16)
-    c.engine.drafts.costs = Free(c.engine.drafts.costs)
+    check_all(c.engine.drafts)
     if ahead:
         c.engine.ahead = 1
         c.engine.drafts.go_ahead()
@@ -438,7 +509,7 @@ def test_an_error_in_drawing_one_sequence_again_leaves_the_others(model, client,
 def test_guesses_of_n_grams_and_of_earlier_answers(model):
     prompt = prompts(30, seed=12)[0]
     c = Client(model, draft="ngram", running=2)
-    c.engine.drafts.costs = Free(c.engine.drafts.costs)
+    check_all(c.engine.drafts)
     wanted = alone(model, prompt, 120)
     assert c.tokens(c.ask(prompt, 120)) == [wanted]
     first = c.engine.stats()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from asking import Free, adapter
+from asking import adapter, check_all
 from saying import byte_tokenizer
 from test_device_drafts import always, made, prompts
 from transformers import AutoModelForCausalLM
@@ -55,7 +55,7 @@ class Believed:
         if engine.drafts is not None and engine.drafts.guesses is not None:
             always(self)
         elif engine.drafts is not None:
-            engine.drafts.costs = Free(engine.drafts.costs)
+            check_all(engine.drafts)
 
 
 def asked(model, tokenizer, requests, draft, facts=None, pictures=None, ends=frozenset(), ahead=False, **how):

@@ -7,7 +7,7 @@ It takes 10 to 50 s for each kind of drafts.
 import random
 
 import pytest
-from asking import adapter
+from asking import ON_GPU, adapter
 from saying import byte_tokenizer
 from test_device_drafts import made, prompts
 from test_draft_combinations import asked
@@ -45,11 +45,16 @@ def drawn(rng, begin):
     return "text", fields | {"prompt": prompt} | ({"logprobs": rng.randint(0, 3)} if rng.random() < 0.5 else {})
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("kind", DRAFTERS)
-def test_each_answer_is_that_alone(kind, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "device"),
+    [
+        *(pytest.param(kind, "cpu", marks=pytest.mark.more) for kind in DRAFTERS),
+        *(pytest.param(kind, "cuda", marks=ON_GPU) for kind in ("itself", "ngram", "EAGLE-3")),
+    ],
+)
+def test_each_answer_is_that_alone(kind, device, tmp_path):
     kind, _, ahead = kind.partition(", ")
-    model, drafter = made("another model" if kind == "ngram" else kind, tmp_path)
+    model, drafter = made("another model" if kind == "ngram" else kind, tmp_path, device)
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     adapt(plan_of(model), [read_adapter(adapter(tmp_path / n, whole, i), n) for i, n in enumerate(NAMES[1:])])
     rng = random.Random(2)

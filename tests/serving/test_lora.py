@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from asking import Client, Free, Replayed, adapter, build, prompts
+from asking import Client, Replayed, adapter, build, check_all, prompts
 from safetensors.torch import load_file, save_file
 from saying import byte_tokenizer, posts
 
@@ -104,7 +104,7 @@ def test_a_pass_without_adapters_is_that_of_a_server_without(folders, asked, wan
     passes.capture = lambda step, pool: Replayed(step, passes.rows)
     if draft == "ngram":
         client.engine.drafts.passes.sizes = [4, 8, 16, 32, 64]
-        client.engine.drafts.costs = Free(client.engine.drafts.costs)
+        check_all(client.engine.drafts)
     plain = Client(build("llama"), running=1)
     expected = plain.tokens(*(plain.ask(p, 8) for p in asked[:3]))
     for i in range(3):  # sizes are recorded when they come again

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from answering import gated
-from asking import Client, Free, build, prompts
+from asking import Client, build, check_all, prompts
 from saying import byte_tokenizer
 from test_engine_process import Apart, gone
 
@@ -265,7 +265,7 @@ def test_a_hanging_process_ends_the_answers_in_a_form_and_the_others_go_on(impat
     asked, recipe = prompts(5, 9, 4), lark("start: /[a-z]*/\n")
     c = Client(build("llama"), draft=draft, running=4)
     if draft == "ngram":
-        c.engine.drafts.costs = Free(c.engine.drafts.costs)
+        check_all(c.engine.drafts)
     expected = c.tokens(c.ask(asked[2], 60))
 
     def formed(prompt):
@@ -367,7 +367,7 @@ def test_answers_in_a_form_take_drafts_and_are_those_without(there, temperature)
     plain.engine.stop(0)
     assert any(byte_tokenizer().decode(tokens).startswith('{"name": "abcabcabcabc", "kind": "') for tokens in wanted)
     c = Client(model, draft="ngram", running=3)
-    c.engine.drafts.costs = Free(c.engine.drafts.costs)
+    check_all(c.engine.drafts)
     heard = answers(c)
     c.engine.stop(0)
     assert [[e.token for e in events] for events in heard] == wanted
