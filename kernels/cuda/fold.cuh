@@ -34,6 +34,13 @@ __device__ __forceinline__ float activation(bool silu, float v) {
     return v - v / (e + 1.f);  // 0.5 v (1 + tanh(inner)), tanh(t) = 1 - 2 / (exp(2 t) + 1)
 }
 
+__device__ __forceinline__ float clamped_swiglu(float gate, float up) {  // gpt-oss; a comparison, not fminf: NaN stays
+    float e;
+    gate = gate > 7.f ? 7.f : gate, up = up > 7.f ? 7.f : up < -7.f ? -7.f : up;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(-1.4426950408889634f * 1.702f * gate));
+    return gate / (1.f + e) * (up + 1.f);
+}
+
 // The row tile of W that tile t of ROW_TILES of block `block` is. Gated, the second half of them are those of `up`.
 template <int FOLD, int ROW_TILES>
 __device__ __forceinline__ int tile_of(int block, int t, int N) {

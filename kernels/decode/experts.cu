@@ -38,13 +38,6 @@ template <int MODE> __device__ __forceinline__ float alone(float up) {
     else return activation(MODE == ALONE, up);
 }
 
-__device__ __forceinline__ float clamped_swiglu(float gate, float up) {  // gpt-oss; a comparison, not fminf: NaN stays
-    float e;
-    gate = gate > 7.f ? 7.f : gate, up = up > 7.f ? 7.f : up < -7.f ? -7.f : up;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(-1.4426950408889634f * 1.702f * gate));
-    return gate / (1.f + e) * (up + 1.f);
-}
-
 constexpr int groups_met(int group, int chunk, int count) {  // by so many chunks from any on; group 0: a row is one
     return group == 0 ? 1 : chunk % group == 0 ? count * chunk / group : (count * chunk - 1) / group + 2;
 }

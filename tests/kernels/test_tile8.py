@@ -133,6 +133,7 @@ def test_powers_on_the_gpu():
 GATED = [  # K of two rounds of act_rows; K that is no multiple of 128, and of 8
     ("silu", Case((1, 64, 1), 4, torch.float16, 128, "float", 5, 72, 4224, act="fp8")),
     ("gelu_tanh", Case((1, 64, 1), 8, torch.bfloat16, 272, "none", 35, 130, 272, bias=True, act="int8")),
+    ("clamped_swiglu", Case((1, 64, 1), 4, torch.float16, 32, "e2m1/e8m0", 33, 72, 288, act="fp8")),
 ]
 
 
@@ -291,7 +292,7 @@ def test_on_the_gpu(act, bits):
 @pytest.mark.gpu
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("act", ["int8", "fp8"])
-@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh", "clamped_swiglu"])
 def test_gated_on_the_gpu(act, gate):
     """As a layer behind a gate computes it; of few rows, which are not rounded, nothing is taken."""
     case = Case(0, 4, torch.bfloat16, 128, "float", 300, 1000, 14336, bias=True, act=act)

@@ -143,7 +143,7 @@ __device__ __forceinline__ float inverse_root(float square, int K, float eps, fl
     return root;
 }
 
-enum { PLAIN = 0, SILU_GATE = 1, GELU_TANH_GATE = 2, NORM = 3 };
+enum { PLAIN = 0, SILU_GATE = 1, GELU_TANH_GATE = 2, NORM = 3, CLAMPED_GATE = 4 };
 enum { EVERY_ROW = 0, ROWS_WITH_TOKENS = 1, ROWS_OF_TOKENS = 2 };
 template <int T, bool INT8, int CHUNK, bool INTERLEAVED, int SG, int ROUNDS, int GATE, int WHICH, int THREADS>
 __global__ void __launch_bounds__(THREADS)
@@ -169,7 +169,8 @@ act_rows(const u16* __restrict__ x, u32* __restrict__ x8, u16* __restrict__ sums
             asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(-1.4426950408889634f * gate));
             asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(1.f + e));
             return gate * inverse * up;
-        } else return activation(false, gate) * up;
+        } else if constexpr (GATE == CLAMPED_GATE) return clamped_swiglu(gate, up);
+        else return activation(false, gate) * up;
     };
     auto load = [&](int k, u32 (&v)[4]) {
         if constexpr (GATE == NORM) {

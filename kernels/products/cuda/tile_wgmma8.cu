@@ -72,11 +72,7 @@ __device__ __forceinline__ void codes8(const u32 (&w)[Tile<BITS>::REGS], int i, 
 }
 
 constexpr int larger(int a, int b) { return a > b ? a : b; }
-__device__ __forceinline__ u32 look_up(u32 low, u32 high, u32 select) {  // also by a nibble's top bit: a byte's sign, eight times
-    u32 d;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(low), "r"(high), "r"(select));
-    return d;
-}
+template <bool V> struct Known { static constexpr bool value = V; };  // a number that a lambda's type holds
 
 // The phases of the kernel, as functions of their arguments: with fields of a struct, or with the loops over row tiles in a
 // phase, ptxas gave the kernel other registers than in the code that was measured.
@@ -179,25 +175,29 @@ struct Phases8 {
 #pragma unroll
             for (int o = 0; o < 2; o++) most[o] = larger(most[o], power[g][o]), least[o] = smaller(least[o], power[g][o]);
         }
-        const bool far = __any_sync(0xffffffffu, most[0] - least[0] >= MOST || most[1] - least[1] >= MOST);
-        u32 w[L::REGS];
+        auto decode = [&](auto far) {
+            u32 w[L::REGS];
 #pragma unroll
-        for (int g = 0; g < 4; g++) {
-            u32 low[2], high[2];  // of each row: 0, 0.5, 1, 1.5; 2, 3, 4, 6
+            for (int g = 0; g < 4; g++) {
+                u32 low[2], high[2];  // of each row: 0, 0.5, 1, 1.5; 2, 3, 4, 6
 #pragma unroll
-            for (int o = 0; o < 2; o++) {
-                const u32 d = power[g][o] - most[o] + MOST;
-                low[o] = d * 0x08080800u + 0x0c080000u, high[o] = d * 0x08080808u + 0x1c181410u;
-                if (far && most[o] - power[g][o] >= MOST) low[o] = high[o] = 0;
+                for (int o = 0; o < 2; o++) {
+                    const u32 d = power[g][o] - most[o] + MOST;
+                    low[o] = d * 0x08080800u + 0x0c080000u, high[o] = d * 0x08080808u + 0x1c181410u;
+                    if (decltype(far)::value && most[o] - power[g][o] >= MOST) low[o] = high[o] = 0;
+                }
+                if (g % 2 == 0) read_chunk<BITS>(words + g / 2 * CHUNK_BYTES, lane, w);
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    const u32 codes = __byte_perm(w[j] & 0x77777777u, 0, g % 2 ? 0x4431 : 0x4420);  // bytes g % 2 and g % 2 + 2
+                    const u32 signs = __byte_perm(w[j] << 4, w[j], g % 2 ? 0x7351 : 0x6240);  // at the top of each code's byte
+                    a[g][j] = __byte_perm(low[j & 1], high[j & 1], codes) | (signs & 0x80808080u);
+                }
             }
-            if (g % 2 == 0) read_chunk<BITS>(words + g / 2 * CHUNK_BYTES, lane, w);
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const u32 codes = __byte_perm(w[j], 0, g % 2 ? 0x4431 : 0x4420);
-                const u32 signs = look_up(0x80808080u, 0x80808080u, codes) << 1;  // 0x80 or 0xff
-                a[g][j] = look_up(low[j & 1], high[j & 1], codes & 0x7777u) | (signs & 0x80808080u);
-            }
-        }
+        };
+        // two branches, so that the usual one has no selections
+        if (__any_sync(0xffffffffu, most[0] - least[0] >= MOST || most[1] - least[1] >= MOST)) decode(Known<true>{});
+        else decode(Known<false>{});
         return make_float2(power_of(most[0] - MOST + 6), power_of(most[1] - MOST + 6));
     }
     static __device__ __forceinline__ float power_of(int exponent) {  // 2^(exponent - 127), down to subnormal numbers

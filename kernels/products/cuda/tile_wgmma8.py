@@ -37,7 +37,7 @@ MX = 32  # the only groups whose scales are powers of two: MXFP4's
 MOST_THREADS = 256
 MOST_HELD = 7  # rounds of 16 values per thread that act_rows holds, in 8 registers each
 SHARED = share_of_block(gpu.HOPPER.smem_sm, 1)
-GATES = {"": 0, "silu": 1, "gelu_tanh": 2}  # what act_rows computes before it rounds
+GATES = {"": 0, "silu": 1, "gelu_tanh": 2, "clamped_swiglu": 4}  # what act_rows computes before it rounds
 BEFORE = GATES | {"norm": 3}
 
 
