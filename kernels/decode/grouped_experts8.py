@@ -13,19 +13,21 @@ from lowq_kernels.decode.mixture import ExpertsCall
 from lowq_kernels.dispatch.registry import Config, configs_of, register
 from lowq_kernels.modules.stack import Stack
 from lowq_kernels.products.cuda import tile_wgmma8
-from lowq_packers.scheme import Act
+from lowq_packers.scheme import Act, Scheme
 
 SMALL, LARGE = configs_of(tile_wgmma8.KEYS, ((2, 64, 1), (2, 128, 1)))
 # Max. rows of an average expert for tiles of 64 rows. A layer of A3B on an H200 by tiles of 64 / 128 rows: 221 / 243 us where
-# an expert has 64 rows, 349 / 354 at 128, 631 / 565 at 256.
-MOST_IN_SMALL = 128
+# an expert has 64 rows, 349 / 354 at 128, 631 / 565 at 256. One of gpt-oss's shape in groups of 64: 246 / 315 at 32 rows,
+# 334 / 323 at 64, 497 / 479 at 128; in MXFP4, whose codes take more instructions: 264 / 309, 372 / 324, 607 / 487.
+MOST_IN_SMALL, OF_NARROW_GROUPS = 128, 48
 # Min. rows of an average expert. At 16 reading the experts' weights takes the time (151 us, in 16 bits 130), at 32 162 and 188.
-LEAST_ROWS = 24
+# MXFP4's layer of gpt-oss takes 251 us in 16 bits and 264 in 8 at 32 rows, 336 and 324 at 64, 868 and 764 at 256.
+LEAST_ROWS, OF_MXFP4 = 24, 64
 
 
-def config_for(rows: float) -> Config:
-    """The tiles where an average expert has so many rows."""
-    return SMALL if rows <= MOST_IN_SMALL else LARGE
+def config_for(rows: float, s: Scheme) -> Config:
+    """The tiles where an average expert has so many rows and weights of scheme s."""
+    return SMALL if rows <= (MOST_IN_SMALL if s.group_size % 128 == 0 else OF_NARROW_GROUPS) else LARGE
 
 
 def _rows(call: ExpertsCall) -> float:
@@ -39,11 +41,12 @@ def _refuse(call: ExpertsCall, act: Act) -> str | None:
         return "takes no shared expert"
     if call.activation not in ACTS:
         return f"takes the activations {', '.join(ACTS)}, not {call.activation}"
-    if _rows(call) < LEAST_ROWS:
-        return f"takes {LEAST_ROWS} rows of an average expert and more, not {_rows(call):.0f}"
     for _, K, scheme, layout in (call.gate_up, call.down):
         if layout != "tile" or scheme is None or scheme.bits == 1:
             return "takes experts packed in the layout tile in 2 bits and more"
+        least = OF_MXFP4 if scheme.table else LEAST_ROWS
+        if _rows(call) < least:
+            return f"takes {least} rows of an average expert and more, not {_rows(call):.0f}"
         if why := tile_wgmma8.why_not(scheme, K, act, call.capability):
             return why
     return None
@@ -66,7 +69,8 @@ def layer(
 
 
 def _config(call: ExpertsCall, legal: list[Config]) -> Config:
-    return config_for(_rows(call))
+    assert call.gate_up[2] is not None
+    return config_for(_rows(call), call.gate_up[2])
 
 
 @register(

@@ -141,7 +141,9 @@ def _sampled(method: str | None, scheme: Scheme, dtype: torch.dtype, device: tor
     quantize, K = partial(quantizers.get(method), scheme=scheme, dtype=dtype), scheme.group_size
     W = torch.randn(max(1, weights // K), K, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     with shared_threads(workers):
-        quantize(W[:1])  # warm-up: the rate must not include the start-up of libraries
+        # warm-up: the rate must not include the start-up of libraries, nor on a GPU a kernel's compilation, which may depend on
+        # the number of rows (it made an 8B's 66 s of distill 151 to 198)
+        quantize(W if device.type == "cuda" else W[:1])
         start = time.perf_counter()
         quantize(W).scales[:1].cpu()  # waits for a GPU
         return (time.perf_counter() - start) / W.numel()
