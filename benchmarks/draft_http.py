@@ -123,14 +123,14 @@ def requests(left: Iterator[list[int]], count: int, seed: int, longest: int = NE
 
 
 async def measure(servers: list[Server], args: argparse.Namespace, prompts: dict[str, list[list[int]]], report: Any) -> None:
-    """Each load of each server in turn, after a shorter one with prompts of its own."""
+    """Each load of each server in turn, after a shorter one with prompts of its own; all of it `--turns` times."""
     found = await asyncio.gather(*(one.ready(args.patience) for one in servers), return_exceptions=True)
     for one, failed in zip(servers, found, strict=True):
         print(one.name, "ready after", one.ready_s, flush=True)
         if failed:
             report({"server": one.name, "failed": str(failed)})
     left = {one.name: {load: iter(some) for load, some in prompts.items()} for one in servers if one.ready_s}
-    for users, load, one in product(args.users, args.loads.split(","), servers):
+    for turn, users, load, one in product(range(args.turns), args.users, args.loads.split(","), servers):
         if one.name in left:
             try:
                 prompt, longest = left[one.name][load], NEW * (LONG if load.endswith("long") else 1)
@@ -138,7 +138,7 @@ async def measure(servers: list[Server], args: argparse.Namespace, prompts: dict
                 before = drafted(one)
                 row = await loop(one.port, users, requests(prompt, REQUESTS[users] * users, 2, longest))
                 counts = {name: n - before[name] for name, n in drafted(one).items()}
-                report({"server": one.name, "load": load, "ready_s": one.ready_s} | row | counts)
+                report({"server": one.name, "load": load, "turn": turn, "ready_s": one.ready_s} | row | counts)
             except Exception:
                 del left[one.name]
                 report({"server": one.name, "failed": traceback.format_exc()[-3000:]})
@@ -162,6 +162,7 @@ def main() -> None:
     parser.add_argument("--servers", default="lowq,lowq-ngram,vllm,vllm-ngram")
     parser.add_argument("--users", type=lambda s: [int(n) for n in s.split(",")], default=[16, 64, 1])
     parser.add_argument("--loads", default="copying,free", help="some of " + ", ".join(LOADS))
+    parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--patience", type=float, default=150.0)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)

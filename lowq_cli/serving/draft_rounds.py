@@ -179,8 +179,16 @@ class DraftRounds:
         def seconds(rows: int) -> float:
             return self.costs.pass_s(rows, n, plain) + apart
 
+        return choose(chances, n, self.passes.sizes, seconds, self._plain_s(n), self._leads(texts))
+
+    def _plain_s(self, n: int) -> float:
+        """Return the seconds of a plain pass of n sequences, with the host's time where it was measured."""
         timed = self._trials.plain_s(self.runner.sizes.bucket(n)) if self._trials is not None else 0.0
-        return choose(chances, n, self.passes.sizes, seconds, max(plain, timed))
+        return max(self.costs.plain_s(n), timed)
+
+    def _leads(self, texts: list[Sequence]) -> dict[int, float] | None:
+        """Return `lead_s` of `choose`; None on a CPU, where drafts of several users were not measured."""
+        return None if self._trials is None else {t.number: t.lead_s for t in texts}
 
     def _guess(self, text: Sequence, drafter: TextDrafter) -> Guess:
         """Return the guesses of a sequence after its tokens in flight. Where drafts in flight differ from our guesses, we
@@ -207,7 +215,7 @@ class DraftRounds:
             return 0
         chances = [(t.number, t.drafter.rates.chances[: t.remaining]) for t in texts if isinstance(t.drafter, Guessed)]
         seconds = lambda rows: self.costs.pass_s(rows, n, plain) + self.costs.gap_s  # noqa: E731
-        K = rounds(chances, n, self.passes.sizes, seconds, plain, self.costs.guess_s(plain))
+        K = rounds(chances, n, self.passes.sizes, seconds, plain, self.costs.guess_s(plain), self._leads(texts))
         self._unguessed = 0 if K else self._unguessed + 1
         if self._unguessed == AGAIN:  # try again: later tokens may be easier to guess than earlier ones
             self._unguessed = 0
@@ -278,13 +286,18 @@ class DraftRounds:
         """Return a copy of the rows' newest tokens if the drafter needs those from before the next pass, else None."""
         return self.rows.token.clone() if self.guesses is not None and not self.guesses.shifted else None
 
-    def landed(self, flight: Flight, tokens: list[int], sound: list[bool] | None) -> list[tuple[Sequence, list[int]]]:
-        """Return the sequences of a pass with drafts, each with its new tokens: those sampled after its accepted rows."""
-        M, new_tokens = self.passes.size(flight.size[1]), []
+    def landed(
+        self, flight: Flight, tokens: list[int], sound: list[bool] | None, seconds: float
+    ) -> list[tuple[Sequence, list[int]]]:
+        """Return the sequences of a pass with drafts, each with its new tokens: those sampled after its accepted rows. seconds:
+        those that the pass took."""
+        M, new_tokens, plain_s = self.passes.size(flight.size[1]), [], self._plain_s(len(flight.rows))
+        self.costs.passed(len(flight.rows), sum(flight.rows), seconds, flight.size[2])
         for i, ((text, row, first), rows) in enumerate(zip(flight.drew, flight.rows, strict=True)):
             if text.done:
                 continue
             accepted = tokens[M + i]
+            text.lead_s += (1 + accepted) * plain_s - seconds - self.costs.gap_s
             if rows > 1:
                 self.scheduler.wrong(text, rows - 1 - accepted, accepted + 1)
                 text.drafted, text.accepted = text.drafted + rows - 1, text.accepted + accepted

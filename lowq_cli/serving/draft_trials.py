@@ -5,9 +5,6 @@ from collections.abc import Callable
 from lowq_cli.engine.drafts.balance import Balance
 
 FIRST = 128  # plain passes of a size before drafts are tried with it
-# Min. tokens per second of drafts with several sequences, in those of plain passes: sequences that do not copy wait for those
-# that do (16 users of an 8B who copy: 99% of tokens come within 9 ms with drafts, within 5.7 without).
-TRIAL_GAIN = 1.2
 
 
 class Trials:
@@ -54,5 +51,5 @@ class Trials:
         if size not in self._each:
             more = min((n for n in self._each if n > size), default=None)
             pays = more is not None and self._each[more].allowed
-            self._each[size] = Balance(FIRST, self._seconds(size) if pays else 0.0, TRIAL_GAIN if size > 1 else 1.0)
+            self._each[size] = Balance(FIRST, self._seconds(size) if pays else 0.0)
         return self._each[size]

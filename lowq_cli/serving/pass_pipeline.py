@@ -137,8 +137,7 @@ class PassPipeline:
             logs = {number: log for part in flight.logs for number, log in part.read().items()}
             sound = None if flight.sound is None else flight.sound.tolist()
             if self.drafts is not None and flight.rows:
-                self.drafts.costs.passed(len(flight.rows), sum(flight.rows), seconds, flight.size[2])
-                yield self.drafts.landed(flight, tokens, sound), logs
+                yield self.drafts.landed(flight, tokens, sound, seconds), logs
             else:
                 steps, rows, adapted = flight.size
                 self.passes.token_budget.note(steps, rows, seconds, adapted)
