@@ -151,10 +151,11 @@ class ContinuousEngine:
                 self.passes.rows.flush()
                 self.passes.record_when_met() if self._brief or self._later else self.passes.record(done)
                 self.reason = self.passes.reason
-                if self.drafts is not None and not self.reason:
+                if self.drafts is not None:
                     drafted = self.drafts.passes
-                    drafted.record_when_met(self._known_drafts) if self._later else drafted.record()
-                    self.why_no_drafts = self.drafts.passes.reason
+                    if not self.reason:
+                        drafted.record_when_met(self._known_drafts) if self._later else drafted.record()
+                    self.why_no_drafts = self.reason or drafted.reason
                 if self.reason or self.why_no_drafts:
                     self.drafts = self.pipeline.drafts = self.passes.noted = None
         self.passes.token_budget.begin()

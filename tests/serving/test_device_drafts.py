@@ -2,6 +2,7 @@
 text read whole, alone: among others, in pieces, from a beginning that the cache held.
 """
 
+import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ import asking
 import pytest
 import torch
 from asking import ON_GPU, Client, check_all
+from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "heads"))
 import publishing as pub
@@ -55,12 +57,14 @@ def prompts(*lengths, seed=3):
     return [torch.randint(3, pub.VOCAB, (n,), generator=g).tolist() for n in lengths]
 
 
-def made(kind, folder, device="cpu"):
+def made(kind, folder, device="cpu", dtype="float32"):
     """A model and what drafts for it."""
     family = kind.removeprefix("MTP of ").removeprefix(ASSISTANT)
     make, _, more = WITH_MTP.get(family, (None, None, {}))
     named = family if make or kind.startswith(ASSISTANT) else "llama"
     pub.target(folder / "model", named, max_position_embeddings=512, **more)
+    config = json.loads((folder / "model" / "config.json").read_text())
+    (folder / "model" / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
     if make:
         pub.with_heads(folder / "model", make, *([4] if make is pub.nextn else []))
     model = native(folder / "model", torch.device(device))
@@ -79,8 +83,8 @@ def made(kind, folder, device="cpu"):
     return model, ModelDrafter(plan_of(native(folder / "other", torch.device(device))), "another", pub.VOCAB)
 
 
-# recurrent layers take no drafts there
-ELSEWHERE = [kind for kind in KINDS if "qwen3" not in kind]
+# families whose passes are recorded in fp32, too; others are compared in half precision, below
+ELSEWHERE = ("MTP of deepseek_v3", "MTP of glm4_moe")
 
 
 @pytest.fixture(scope="module", params=[*KINDS, *(pytest.param(f"{kind}, on a GPU", marks=ON_GPU) for kind in ELSEWHERE)])
@@ -188,7 +192,7 @@ def test_answers_and_guesses_are_those_alone(both, client):
                 assert guess[:K] == reference(model, drafter, text, n, len(guess))[:K]
 
 
-FEW = ["EAGLE-3", "MTP of qwen3_5_text", "itself", pytest.param("EAGLE-3, on a GPU", marks=ON_GPU)]
+FEW = ["EAGLE-3", "MTP of qwen3_5_text", "itself", pytest.param("MTP of glm4_moe, on a GPU", marks=ON_GPU)]
 
 
 @pytest.mark.parametrize("both", FEW, indirect=True)
@@ -286,6 +290,30 @@ def test_a_text_takes_the_guesses_that_promise_more_and_n_grams_go_on_behind_the
     assert text.guess(3).tokens[:3] == [7, 8, 9]
     text.extend([7])
     assert text.given == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "device"), [("EAGLE-3", "cpu"), *(pytest.param(kind, "cuda", marks=ON_GPU) for kind in (*HEADS, "itself"))]
+)
+def test_answers_in_half_precision_are_those_of_fp32_or_as_likely(kind, device, tmp_path):
+    """And guesses are those of the drafter alone, but where two are as likely."""
+    model, drafter = made(kind, tmp_path, device, "float16")
+    exact = AutoModelForCausalLM.from_pretrained(tmp_path / "model").float()
+    texts = [(p, 24) for p in prompts(3, 70, 64, 40, 9, 100)]
+    c = always(Client(model, draft=drafter, running=3))
+    result, kept = asked(c, *texts)
+    c.engine.stop(0)
+    counted(c)
+    equal = []
+    for (prompt, _), answer, guesses in zip(texts, result, kept, strict=True):
+        with torch.inference_mode():
+            logits = exact(torch.tensor([[*prompt, *answer]])).logits[0, len(prompt) - 1 : -1]
+        short = logits.amax(-1) - logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        assert short.max() <= 0.004 * logits.abs().max()
+        for n, guess in guesses[:: max(1, len(guesses) // 4)]:
+            with torch.inference_mode():
+                equal.append(guess[0] == reference(model, drafter, prompt + answer, n, len(guess))[0])
+    assert sum(equal) >= 0.9 * len(equal) > 10
 
 
 def test_as_many_are_guessed_as_bring_the_most():

@@ -49,12 +49,14 @@ def drawn(rng, begin):
     ("kind", "device"),
     [
         *(pytest.param(kind, "cpu", marks=pytest.mark.more) for kind in DRAFTERS),
-        *(pytest.param(kind, "cuda", marks=ON_GPU) for kind in ("itself", "ngram", "EAGLE-3")),
+        *(pytest.param(kind, "cuda", marks=ON_GPU) for kind in ("MTP of glm4_moe", "ngram for glm4_moe")),
     ],
 )
 def test_each_answer_is_that_alone(kind, device, tmp_path):
     kind, _, ahead = kind.partition(", ")
-    model, drafter = made("another model" if kind == "ngram" else kind, tmp_path, device)
+    kind, _, family = kind.partition(" for ")
+    heads = f"MTP of {family}" if family else "another model"
+    model, drafter = made(heads if kind == "ngram" else kind, tmp_path, device)
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     adapt(plan_of(model), [read_adapter(adapter(tmp_path / n, whole, i), n) for i, n in enumerate(NAMES[1:])])
     rng = random.Random(2)

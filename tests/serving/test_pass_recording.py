@@ -132,6 +132,16 @@ def test_passes_with_prompts_over_latents_are_recorded(steps):
     engine.stop(1)
 
 
+def test_a_server_whose_passes_are_not_recorded_says_why_it_takes_no_drafts(monkeypatch):
+    engine = ContinuousEngine(build("llama"), 4, running=2, draft="ngram")
+    engine.device, passes = SimpleNamespace(type="cuda"), engine.passes
+    monkeypatch.setattr(passes, "record", lambda done: setattr(passes, "reason", NOT_RECORDED))
+    assert engine.drafts_by == "ngram"
+    engine.start(lambda events: None)
+    assert engine.drafts_by == f"none ({NOT_RECORDED})"
+    engine.stop(0)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_a_gpu_passes_with_prompts_over_latents_are_replayed():
