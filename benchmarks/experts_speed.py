@@ -46,6 +46,7 @@ def in_eight_bits(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, up: Stack, down: Stack, act: str, int8: bool
 ) -> torch.Tensor:
     """By the tiles that the kernel takes, whatever the number of rows."""
+    assert up.scheme is not None
     return layer(x, ids, weights, up, down, act, config_for(ids.numel() / len(up.words), up.scheme), int8)
 
 

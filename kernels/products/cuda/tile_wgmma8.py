@@ -99,6 +99,8 @@ def why_not(scheme: Scheme, K: int, act: Act, capability: tuple[int, int]) -> st
 def _config_refuse(call: Call, config: Config) -> str | None:
     if config["SPLIT_K"] > math.ceil(call.K / BLOCK_K):
         return "nothing to split"
+    if call.scheme.table and config["BLOCK_M"] < 128:
+        return "MXFP4's codes take more instructions than 64 rows of x are worth"  # 487 and 607 us, see grouped_experts8.py
     return None
 
 
