@@ -49,7 +49,7 @@ def _rounded(x, HIGH: tl.constexpr):
 
 
 @triton.jit
-def _stored(x, LIMIT: tl.constexpr, DTYPE: tl.constexpr):
+def stored(x, LIMIT: tl.constexpr, DTYPE: tl.constexpr):
     """x clamped to the finite range of DTYPE and rounded to it, in fp32."""
     x = tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
     if tl.bfloat16 == DTYPE:  # to the nearest, of two the even one; Triton's interpreter would cut the bits off
@@ -158,11 +158,11 @@ def _fit_grid_kernel(
         this_s = tl.where(i == 0, s, tl.where(i == 1, s * SECOND, tl.where(i == 2, s * THIRD, tl.where(i == 3, wide, best_s))))
         this_z = tl.where(i < 3, z, tl.where(i == 3, middle, best_z))
         best_s, best_z, loss = _consider(w, c, this_s, this_z, best_s, best_z, loss, sum_w, sum_ww, size, mean, TOP, KIND, TINY)
-    stored = _stored(tl.maximum(tl.maximum(best_s, absmax * (1 / MAX_ZERO)), SMALLEST), LIMIT, DTYPE)
-    tl.store(scales_ptr + at, stored, mask=at < count)
+    rounded = stored(tl.maximum(tl.maximum(best_s, absmax * (1 / MAX_ZERO)), SMALLEST), LIMIT, DTYPE)
+    tl.store(scales_ptr + at, rounded, mask=at < count)
     if KIND == FLOAT:  # the zero with which the mean error is 0 for the rounded scale
         q = _rounded(tl.div_rn(w, tl.maximum(best_s, TINY)[:, None]) + best_z[:, None], TOP)
-        best_z = _stored(tl.div_rn(tl.sum(q * c, 1), size) - tl.div_rn(mean_w, stored), LIMIT, DTYPE)
+        best_z = stored(tl.div_rn(tl.sum(q * c, 1), size) - tl.div_rn(mean_w, rounded), LIMIT, DTYPE)
     if KIND != NONE:
         tl.store(zeros_ptr + at, best_z, mask=at < count)
 

@@ -11,7 +11,7 @@ from lowq_cli import quantizers
 from lowq_cli.calibrate.learn import EPOCHS
 from lowq_cli.calibrate.requirements import ALONE_TOKENS, CURVED_TOKENS, UNSEEN, learns_alone, pass_count, rounds_both_sides
 from lowq_cli.plan.plan import Item, Plan
-from lowq_cli.quantizers import lsq, yaqa
+from lowq_cli.quantizers import _table_book, lsq, yaqa
 from lowq_packers.scheme import Scheme
 
 # Duration of a calibration divided by the time that its operations take at the rate of one large matmul: the calibration's
@@ -33,8 +33,8 @@ LEARNING = 2.5  # slowdown of learning; story, 16,384 tokens, one core: 155 s fo
 # Duration of training all layers together as CUDA graphs, divided by the time of its operations at the matmul's rate, OVERHEAD
 # included. On an H200: base, 1,152 steps in 30 s, 1.8; four layers of 1B's shape 1.1, two of 8B's 0.8 (the curvature included).
 RECORDED = 1.2
-# Launches per group of columns that gptq rounds: with the kernel of `fit_grid`; without it, by kind of zero; with a table per
-# column and per group, as the table with the most takes. Counted by test_estimates.py on a CPU, each kernel as one launch.
+# Launches per group of columns that gptq rounds: with the kernels of `fit_grid` and `Book`; without them by kind of zero, for a
+# table per column and per group, as the table with the most takes. Counted by test_estimates.py on a CPU, kernels as one each.
 # A launch is taken to last as long as one of a row of equal small ops, which is timed: 11 to 19 us on an H200's host, and
 # 15 us per launch in gptq on an H100's (about 300 launches in 4.5 ms per group).
 BY_KERNEL = 6
@@ -67,10 +67,12 @@ def _launches(item: Item, device: str) -> float:
 
 def _group_launches(scheme: Scheme, device: str) -> int:
     """The launches that round a group of columns."""
-    if scheme.table:
-        return TABLE_GROUP + TABLE_COLUMN * scheme.group_size
-    kernel = lsq.implementation(device)
-    return BY_KERNEL if kernel and scheme.group_size <= kernel.MOST else BY_TORCH[scheme.zero]
+    kernel = (_table_book if scheme.table else lsq).implementation(device)
+    if kernel and scheme.group_size <= kernel.MOST:
+        return BY_KERNEL
+    if scheme.table:  # in groups beyond MOST, columns still take one launch per block
+        return TABLE_GROUP + (0 if _table_book.rounding(device) else TABLE_COLUMN * scheme.group_size)
+    return BY_TORCH[scheme.zero]
 
 
 @cache

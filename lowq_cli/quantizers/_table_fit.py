@@ -1,8 +1,12 @@
 """Fits a table to a weight: the values with the least error when each weight / scale is rounded to the nearest value."""
 
+from functools import cache
+from typing import Any
+
 import torch
 
 from lowq_cli.quantizers._table_book import TINY, Book, divisor
+from lowq_kernels.optional import optional
 from lowq_packers.scheme import Scheme
 from lowq_packers.tables import E4M3_MAX, FIXED, signed
 
@@ -98,11 +102,19 @@ def _by_density(mass: torch.Tensor, levels: int) -> torch.Tensor:
     return _centres(mass.device)[torch.searchsorted(share, quantiles).clamp(max=BINS - 1)].float()
 
 
+@cache
+def implementation(device: str) -> Any:
+    """The module of the kernel that iterates on a device of this type; None: torch does it."""
+    return optional("lowq_kernels.gptq.lloyd_triton", "triton") if device == "cuda" else None
+
+
 def _lloyd(table: torch.Tensor, mass: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
     """Iterate: each value becomes the mean of the weights nearest to it (Lloyd 1957, 1982). Returns fp32, ascending."""
     values, centres = table.double().sort()[0], _centres(mass.device)
     zero = torch.zeros(1, dtype=torch.float64, device=mass.device)
     sums, moments = torch.cat([zero, mass.cumsum(0)]), torch.cat([zero, moment.cumsum(0)])
+    if kernel := implementation(values.device.type):
+        return kernel.lloyd_triton(values, sums, moments, ITERATIONS, REACH, TINY).float()
     for _ in range(ITERATIONS):
         ends = torch.searchsorted(centres, (values[1:] + values[:-1]) / 2)
         edges = torch.cat([torch.zeros_like(ends[:1]), ends, torch.full_like(ends[:1], BINS)])

@@ -213,18 +213,23 @@ def _solve(
     owner = (path.order[::size] // size).tolist()
     for step, group in enumerate(owner):
         start, end = step * size, (step + 1) * size
-        if grid is None:
-            now = left[:, start:end].unsqueeze(1)
-            s, z = (book.search(now, cost[start:end])[1], None) if book else fit_grid(now, scheme, dtype, cost[start:end])
-            scales[:, group] = s[:, 0]
-            if z is not None:
-                zeros[:, group] = z[:, 0]
-        wide = book.wide(scales[:, group : group + 1])[:, 0] if book else scales[:, group]
+        now, here = left[:, start:end].unsqueeze(1), scales[:, group : group + 1]
+        if book:
+            stored, values = book.scales(now, cost[start:end]) if grid is None else (here, book.wide(here))
+            here.copy_(stored)
+            wide = values[:, 0]
+        else:
+            if grid is None:
+                s, z = fit_grid(now, scheme, dtype, cost[start:end])
+                here.copy_(s)
+                if z is not None:
+                    zeros[:, group] = z[:, 0]
+            wide = here[:, 0]
         for first in range(start, end, BLOCK):
             last = min(first + BLOCK, end)
             part = left[:, first:last], factor[first:last, first:last]
             if book:
-                block, errors = carry(*part, partial(book.nearest_of, wide))
+                block, errors = book.round_block(*part, wide)
             else:
                 block, errors = round_block(*part, wide, zeros[:, group], scheme.levels)
             codes[:, first:last] = block

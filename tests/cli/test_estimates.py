@@ -7,7 +7,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowq_cli.calibrate import cost
-from lowq_cli.quantizers import gptq
+from lowq_cli.quantizers import _table_book, gptq, lsq
+from lowq_cli.quantizers._table_book import Book
 from lowq_cli.quantizers._table_fit import companion_of
 from lowq_packers.scheme import ZERO_KINDS, Scheme
 
@@ -48,6 +49,8 @@ def launches(monkeypatch, scheme, fit_too):
             m.setattr(gptq, "round_block", counter.kernel(gptq.round_block))
             if fit_too:
                 m.setattr(gptq, "fit_grid", counter.kernel(gptq.fit_grid))
+                m.setattr(Book, "scales", counter.kernel(Book.scales))
+                m.setattr(Book, "round_block", counter.kernel(Book.round_block))
             table = companion_of(W, scheme)
             with counter:
                 gptq.quantize(W, scheme, torch.bfloat16, None, None, table)
@@ -66,6 +69,21 @@ def test_launches_of_a_table_are_at_most_those_that_are_counted(monkeypatch):
     counts = {s: launches(monkeypatch, s, False) for s in TABLES}
     assert all(n <= cost._group_launches(s, "cpu") for s, n in counts.items()), counts
     assert any(n >= 0.95 * cost._group_launches(s, "cpu") for s, n in counts.items()), counts
+
+
+@pytest.mark.parametrize("scheme", TABLES, ids=str)
+def test_a_table_takes_as_few_launches_as_a_grid_by_kernel(monkeypatch, scheme):
+    assert launches(monkeypatch, scheme, True) == pytest.approx(cost.BY_KERNEL, abs=1)
+
+
+def test_groups_that_the_kernels_do_not_take_are_counted_by_torch(monkeypatch):
+    kernels = SimpleNamespace(MOST=1024)
+    for module in (lsq, _table_book):
+        monkeypatch.setattr(module, "implementation", lambda device: kernels)
+    monkeypatch.setattr(_table_book, "rounding", lambda device: kernels)
+    small, large = ([Scheme.of(4, size, kind) for kind in ("float", "nf4")] for size in (1024, 1040))
+    assert [cost._group_launches(s, "cuda") for s in small] == [cost.BY_KERNEL] * 2
+    assert [cost._group_launches(s, "cuda") for s in large] == [cost.BY_TORCH["float"], cost.TABLE_GROUP]
 
 
 def plan(scheme, method, shape=(2048, 2048), kind="linear"):
