@@ -21,7 +21,7 @@ SMALL, LARGE = configs_of(tile_wgmma8.KEYS, ((2, 64, 1), (2, 128, 1)))
 # 334 / 323 at 64, 497 / 479 at 128; in MXFP4, whose codes take more instructions: 264 / 309, 372 / 324, 607 / 487.
 MOST_IN_SMALL, OF_NARROW_GROUPS = 128, 48
 # Min. rows of an average expert. At 16 reading the experts' weights takes the time (151 us, in 16 bits 130), at 32 162 and 188.
-# MXFP4's layer of gpt-oss on an H200, us in 16 / 8 bits: 251 / 264 where an expert has 32 rows, 336 / 324 at 64.
+# A layer of gpt-oss in MXFP4 on an H200, us in 16 / 8 bits: 251 / 264 where an expert has 32 rows, 336 / 324 at 64.
 LEAST_ROWS, OF_MXFP4 = 24, 64
 
 
