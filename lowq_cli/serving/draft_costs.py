@@ -11,6 +11,9 @@ from lowq_cli.serving.draft_passes import DraftPasses
 GAP_S = 4e-4  # initial estimate of the seconds between the end of a pass and the launch of a pass with drafts
 NEWEST = 0.1  # weight of the newest measurement in the moving average of these seconds
 ROW = 0.4  # initial estimate of the extra time of a pass with twice the rows, as a fraction of a plain pass
+# Passes in a row that could have had likely drafts and were not worth it, after which the measurements from passes with drafts
+# start over: none would run that corrects them. They may come from another number of sequences, or from a delay of the host.
+AGAIN = 64
 SLOPES = 15  # passes with drafts on a CPU over which the median is taken: other processes slow down single passes
 
 
@@ -29,6 +32,7 @@ class DraftCosts:
         self.gap_s = GAP_S if passes.device.type == "cuda" else 0.0
         self.adapted = False
         self.extra = 0.0  # seconds that recorded passes take beyond those measured at the start, with little in the cache
+        self._refused = 0  # passes in a row, as AGAIN counts them
         self._slopes = deque([ROW] * 3, maxlen=SLOPES)
         self._guesses = deque([0.0 if drafter is None else step_s(drafter.plan) / step_s(plan)] * 3, maxlen=SLOPES)
 
@@ -52,6 +56,12 @@ class DraftCosts:
         known = self.passes.seconds.get((self.passes.size(rows), self.adapted))
         return known + (self.extra or self.budget.extra) if known else 0.0
 
+    def chosen(self, some: bool) -> None:
+        """Record whether a pass that could have likely drafts has some."""
+        self._refused = 0 if some else self._refused + 1
+        if self._refused == AGAIN:
+            self.gap_s, self.extra, self._refused = min(self.gap_s, GAP_S), 0.0, 0
+
     def launched(self, seconds: float) -> None:
         """Record the seconds from the end of a pass to the launch of one with drafts, as the host saw them."""
         self.gap_s += NEWEST * (seconds - self.gap_s)
@@ -59,8 +69,8 @@ class DraftCosts:
     def passed(self, texts: int, rows: int, seconds: float, adapted: bool) -> None:
         """Record the seconds of a pass with drafts."""
         if known := self.passes.seconds.get((self.passes.size(rows), adapted)):
-            more = seconds - known
-            self.extra = max(0.0, self.extra + (NEWEST if self.extra else 1.0) * (more - self.extra))
+            extra = self.extra or self.budget.extra
+            self.extra = max(0.0, extra + NEWEST * (seconds - known - extra))
             return
         plain = self.budget.seconds(texts, texts, adapted)
         if plain and not self.passes.passes.sizes.padded:

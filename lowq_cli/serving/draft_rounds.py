@@ -179,7 +179,9 @@ class DraftRounds:
         def seconds(rows: int) -> float:
             return self.costs.pass_s(rows, n, plain) + apart
 
-        return choose(chances, n, self.passes.sizes, seconds, self._plain_s(n), self._leads(texts))
+        chosen = choose(chances, n, self.passes.sizes, seconds, self._plain_s(n), self._leads(texts))
+        self.costs.chosen(bool(chosen))
+        return chosen
 
     def _plain_s(self, n: int) -> float:
         """Return the seconds of a plain pass of n sequences, with the host's time where it was measured."""
@@ -287,17 +289,17 @@ class DraftRounds:
         return self.rows.token.clone() if self.guesses is not None and not self.guesses.shifted else None
 
     def landed(
-        self, flight: Flight, tokens: list[int], sound: list[bool] | None, seconds: float
+        self, flight: Flight, tokens: list[int], sound: list[bool] | None, seconds: float, waited: float
     ) -> list[tuple[Sequence, list[int]]]:
         """Return the sequences of a pass with drafts, each with its new tokens: those sampled after its accepted rows. seconds:
-        those that the pass took."""
+        those of the device. waited: those since the pass before was read, with the host's work."""
         M, new_tokens, plain_s = self.passes.size(flight.size[1]), [], self._plain_s(len(flight.rows))
         self.costs.passed(len(flight.rows), sum(flight.rows), seconds, flight.size[2])
         for i, ((text, row, first), rows) in enumerate(zip(flight.drew, flight.rows, strict=True)):
             if text.done:
                 continue
             accepted = tokens[M + i]
-            text.lead_s += (1 + accepted) * plain_s - seconds - self.costs.gap_s
+            text.lead_s += (1 + accepted) * plain_s - waited
             if rows > 1:
                 self.scheduler.wrong(text, rows - 1 - accepted, accepted + 1)
                 text.drafted, text.accepted = text.drafted + rows - 1, text.accepted + accepted

@@ -9,10 +9,14 @@ from lowq_cli.serving.sequence import Sequence
 
 
 class Flight:
-    """A pass in flight, created before its launch: the sequences that sample, their rows, its size for `TokenBudget.note`."""
+    """A pass in flight, created before its launch: the sequences that sample, their rows, its size for `TokenBudget.note`.
+
+    Attributes:
+        since: the host's time before the launch.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.began = self._now(device)
+        self.began, self.since = self._now(device), time.perf_counter()
         self.rows: list[int] = []  # number of rows of each sequence; only in a pass with drafts
         self.guessed: list[Sequence] = []
 

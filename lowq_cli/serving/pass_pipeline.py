@@ -80,8 +80,10 @@ class PassPipeline:
             K = 0 if self.drafts is None else self.drafts.wanted()
             if self.drafts is not None and drafts:
                 if self.ahead:
+                    # where the server was idle, the pass in flight began later than the last one was read
+                    begun = max([self._read_at, *(flight.since for flight in self.flights)])
                     under_way = sum(map(self._expected, self.flights))
-                    self.drafts.costs.launched(max(0.0, time.perf_counter() - self._read_at - under_way))
+                    self.drafts.costs.launched(max(0.0, time.perf_counter() - begun - under_way))
                 self.flights.append(self.drafts.launch(plan, drafts, K, looks))
             else:
                 self.flights.append(self._plain(plan, K, looks))
@@ -131,13 +133,13 @@ class PassPipeline:
             flight = self.flights.popleft()
             behind = flight.over()  # if so, the next pass began at an unknown time
             tokens, seconds = flight.read()
-            self._read_at = time.perf_counter()
+            begun, self._read_at = max(self._read_at, flight.since), time.perf_counter()
             if self.flights:
                 self.due = 0.0 if behind else time.monotonic() + SURE * self._expected(self.flights[0])
             logs = {number: log for part in flight.logs for number, log in part.read().items()}
             sound = None if flight.sound is None else flight.sound.tolist()
             if self.drafts is not None and flight.rows:
-                yield self.drafts.landed(flight, tokens, sound, seconds), logs
+                yield self.drafts.landed(flight, tokens, sound, seconds, self._read_at - begun), logs
             else:
                 steps, rows, adapted = flight.size
                 self.passes.token_budget.note(steps, rows, seconds, adapted)

@@ -7,6 +7,7 @@ every depth, steps with drafts and without them in turn, each text its own numbe
 import copy
 import math
 import random
+import time
 from itertools import accumulate, product
 from types import SimpleNamespace
 
@@ -18,8 +19,9 @@ from saying import byte_tokenizer
 
 from lowq_cli.engine.drafts.drafter import Guess
 from lowq_cli.engine.drafts.ngram import NGram
-from lowq_cli.serving import sampler
+from lowq_cli.serving import draft_costs, flight, pass_pipeline, sampler
 from lowq_cli.serving.draft_budget import BEHIND, PASS_GAIN, REMEMBERED, RUN, Answers, choose
+from lowq_cli.serving.draft_costs import DraftCosts
 from lowq_cli.serving.draft_trials import Trials
 from lowq_cli.serving.flight import Flight
 from lowq_cli.serving.http.answers import Answer
@@ -611,8 +613,16 @@ def test_sequences_without_drafts_lose_little_to_those_that_copy(copying, monkey
     drafts, know, lines = c.engine.drafts, [], []
     drafts.costs = Passes(drafts.costs)
     drafts._trials = SimpleNamespace(allows=lambda n: True, plain_s=lambda n: 0.0, passed=lambda *_: None, interrupted=int)
+    clock = [0.0]
+    monkeypatch.setattr(pass_pipeline, "time", SimpleNamespace(perf_counter=lambda: clock[0], monotonic=time.monotonic))
+    monkeypatch.setattr(flight, "time", pass_pipeline.time)
     read = Flight.read
-    monkeypatch.setattr(Flight, "read", lambda flight: (read(flight)[0], 1.5 if flight.rows else 1.0))
+
+    def waiting(one):
+        clock[0] += 1.5 if one.rows else 1.0
+        return read(one)[0], 1.0  # the device is sooner than the host
+
+    monkeypatch.setattr(Flight, "read", waiting)
 
     def drafter():
         knows = Knowing(wanted, SimpleNamespace(randrange=lambda n: 2, choice=max))  # two drafts are right
@@ -632,6 +642,42 @@ def test_sequences_without_drafts_lose_little_to_those_that_copy(copying, monkey
     else:
         assert least == 0.0
         assert c.engine.stats().steps < 25
+
+
+def test_the_time_without_requests_is_no_delay_of_passes_with_drafts():
+    """After a pause the first pass with drafts is launched while the prompt is read, and the last result is from before it."""
+    [prompt], launched = prompts(30), []
+    model = build("llama")
+    c = knowing(Client(model, draft="ngram", running=1), {tuple(prompt): alone(model, prompt, 40)}, ahead=True)
+    c.engine.drafts.costs.launched = launched.append
+    for _ in range(2):
+        c.tokens(c.ask(prompt, 40))
+        time.sleep(0.5)
+    c.engine.stop(0)
+    assert len(launched) > 4
+    assert max(launched) < 0.4
+
+
+def costs_of(seconds):
+    """The costs of passes whose seconds by rows are these."""
+    passes = SimpleNamespace(seconds={(rows, False): s for rows, s in seconds.items()}, device=torch.device("cuda"))
+    passes.size, passes.passes = (lambda rows: rows), SimpleNamespace(token_budget=SimpleNamespace(extra=0.0))
+    return DraftCosts(passes, None, None)
+
+
+def test_a_delay_of_passes_with_drafts_does_not_turn_them_off_for_ever():
+    """Such as that of a busy host: where no pass has drafts, none would tell that it is over."""
+    costs = costs_of({4: 1.7e-3})
+    costs.passed(1, 4, 20e-3, False)
+    assert costs.pass_s(4, 1, 1.3e-3) < 4e-3
+    costs.launched(5.0)
+    costs.chosen(False)
+    costs.chosen(True)
+    assert costs.gap_s > 0.4
+    for _ in range(draft_costs.AGAIN):
+        costs.chosen(False)
+    assert costs.gap_s == draft_costs.GAP_S
+    assert costs.pass_s(4, 1, 1.3e-3) == 1.7e-3
 
 
 def test_earlier_answers_are_remembered_and_the_oldest_forgotten():
