@@ -108,15 +108,14 @@ class NativeDecoder:
         shown: the images of each prompt. The leading tokens that all prompts share with `held` are not read again.
         """
         longest = max(map(len, prompts))
-        self.make_room(len(prompts), longest + room + AHEAD * self.drafts)
+        # on a CPU also without drafts: a larger cache is a new one, into which a conversation is read again by other kernels
+        self.make_room(len(prompts), longest + room + AHEAD * (self.drafts or self.device.type == "cpu"))
         self._show(shown)
         if self.saved is not None:
             self.saved.put(self)
             self.saved = None
         names = [list(p) if s is None else s.names for p, s in zip(prompts, self.shown, strict=True)]
         reused = 0 if self.long or longest > self.steady else self.reusable(names)
-        if self.attached is not None and reused and not self.snapshot:
-            reused -= 1  # a draft head's row for the last token depends on the token after it
         self.held, self.long = [], longest > self.steady
         self.prompts, grows = prompts, any(len(p) <= self.steady < len(p) + room - 1 for p in prompts)
         self.generated: list[torch.Tensor] | None = [] if self.rereads and grows else None

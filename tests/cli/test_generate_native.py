@@ -316,9 +316,14 @@ def test_a_longer_text_gets_a_larger_cache(monkeypatch):
     model = build("llama")
     decoder = NativeDecoder(model)
     assert tokens(model, decoder, n=3) == transformers_tokens(model, n=3)
-    assert decoder.slots == 16
-    assert tokens(model, decoder, n=30) == transformers_tokens(model, n=30)
     assert decoder.slots == 64
+    assert tokens(model, decoder, n=60) == transformers_tokens(model, n=60)
+    assert decoder.slots == 128
+    drafting = NativeDecoder(model)
+    drafting.drafts = True
+    for n, slots in ((3, 64), (60, 128)):
+        tokens(model, drafting, n=n)
+        assert drafting.slots == slots  # a conversation is read again where it is without drafts
 
 
 def test_choose_keeps_the_decoder_and_says_why_not_fused():
