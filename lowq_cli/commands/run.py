@@ -4,7 +4,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,6 +12,9 @@ from lowq_cli import completion, console, recipes
 from lowq_cli.commands import Device, Draft, KeepAlive, NoThink, Seed, Temperature
 from lowq_cli.run_output import follow
 from lowq_packers.errors import UsageError
+
+if TYPE_CHECKING:
+    from lowq_cli.plan.recipe import Recipe
 
 EXAMPLES = """Examples:
   lowq run demo 'Once upon a time'
@@ -105,33 +108,56 @@ def _quantized(model: str, recipe: str | None, device: str) -> str:
     check_there(model)
     if is_checkpoint(state.user_path(model)):
         return model
-    with ExitStack() as stack:
-        wake(device)
-        with console.status(f"reading {model}"):
-            if parsed.layout == "auto" and not parsed.in_blocks and pick_device(device).type == "cpu":
-                parsed = replace(parsed, layout="cpu")  # it will be read here, and needs no repacking then
-            from lowq_cli.commands.quantize import compiling, maker
-            from lowq_cli.interop.foreign import coded_types, open_foreign, stays_packed
-            from lowq_cli.plan.plan import default_out
-            from lowq_cli.run.pipeline import execute, prepare
+    wake(device)
+    with console.status(f"reading {model}"):
+        if parsed.layout == "auto" and not parsed.in_blocks and pick_device(device).type == "cpu":
+            parsed = replace(parsed, layout="cpu")  # it will be read here, and needs no repacking then
+        from lowq_cli.interop.foreign import coded_types, open_foreign, stays_packed
+        from lowq_cli.plan.plan import default_out
 
-            with open_foreign(model) as source:
-                if recipe is None and stays_packed(source):
-                    return model  # quantized by another tool: `generate` imports it
-                rounded_again = coded_types(source)
-                target = home.cache_dir() / "runs" / f"{default_out(model, parsed).name}-{source.identity}"
-            if is_checkpoint(target):
-                return str(target)
-            prepared = stack.enter_context(prepare(model, parsed, target, device, make=maker(model, device)))
-        plan = prepared.plan
-        size = console.size(plan.nbytes)
-        console.say(f"quantizing {plan.source} into the cache (lowq ls): {size}, {plan.bpw:.2f} bits per weight")
-        if rounded_again:
-            kept = f"lowq generate {state.as_argument(model)}"
-            console.say(
-                f"note: {plan.source} is quantized already ({rounded_again}) and is rounded once more; "
-                f"closer to it: --recipe best (8 bits), or {kept}, which does not round again"
-            )
-        with compiling(prepared):
-            follow(execute(prepared), plan)
+        with open_foreign(model) as source:
+            if recipe is None and stays_packed(source):
+                return model  # quantized by another tool: `generate` imports it
+            rounded_again = coded_types(source)
+            target = home.cache_dir() / "runs" / f"{default_out(model, parsed).name}-{source.identity}"
+    while not is_checkpoint(target) and not _quantize(model, parsed, target, device, rounded_again):
+        pass  # another process wrote it meanwhile; if that ended early, this one continues its work
     return str(target)
+
+
+def _quantize(model: str, recipe: "Recipe", target: Path, device: str, rounded_again: str) -> bool:
+    """Quantize into the cache; False after waiting for another process that did so already, or that ended early.
+
+    rounded_again: what the weights are stored as, if they are quantized already.
+    """
+    from lowq_cli import state
+    from lowq_cli.commands.quantize import compiling, maker
+    from lowq_cli.files.folder import BusyError, is_held
+    from lowq_cli.files.waiting import wait
+    from lowq_cli.run.output_folder import params_written
+    from lowq_cli.run.pipeline import execute, prepare
+
+    with ExitStack() as stack:
+        try:
+            with console.status(f"reading {model}"):
+                prepared = stack.enter_context(prepare(model, recipe, target, device, make=maker(model, device)))
+            plan = prepared.plan
+            if is_held(target):
+                wait(target, plan.params, lambda: params_written(target, plan))
+                return False
+            size = console.size(plan.nbytes)
+            console.say(f"quantizing {plan.source} into the cache (lowq ls): {size}, {plan.bpw:.2f} bits per weight")
+            if rounded_again:
+                kept = f"lowq generate {state.as_argument(model)}"
+                console.say(
+                    f"note: {plan.source} is quantized already ({rounded_again}) and is rounded once more; "
+                    f"closer to it: --recipe best (8 bits), or {kept}, which does not round again"
+                )
+            with compiling(prepared):
+                follow(execute(prepared), plan)
+        except BusyError as e:  # by a process that began meanwhile, or whose search this one needs the result of
+            if e.held is None:
+                raise
+            wait(e.held)
+            return False
+    return True

@@ -25,19 +25,51 @@ LEFT = 3600  # on a file system without locks: seconds without a new file after 
 
 
 class BusyError(UsageError):
-    """Another process holds the folder."""
+    """Another process holds the folder `held`."""
+
+    def __init__(self, message: str, held: Path | None = None) -> None:
+        super().__init__(message)
+        self.held = held
 
 
-def busy(path: Path) -> BusyError:
-    """The error of a path that another process writes; commands that write it into the cache have no --out for it."""
-    return BusyError(f"another lowq is writing to {path}; wait for it" + ("" if is_cached(path) else ", or use another --out"))
+def busy(path: Path, locked: Path | None = None) -> BusyError:
+    """The error of a path that another process writes; commands that write it into the cache have no --out for it.
+
+    locked: the folder whose lock that process has, if it is not `path`.
+    """
+    process = holder(locked or path)
+    who = "another lowq" if process is None else f"another lowq (process {process})"
+    way_out = "wait for it" if is_cached(path) else "wait for it, or use another --out"
+    return BusyError(f"{who} is writing to {path}; {way_out}", locked or path)
+
+
+def holder(folder: Path) -> int | None:
+    """The process that holds the lock of a folder or file; None if there is none, or the system does not tell."""
+    with suppress(OSError):
+        status, locks = folder.stat(), Path("/proc/locks").read_text()
+        at = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino} "
+        line = re.search(rf"^\d+: FLOCK +ADVISORY +WRITE +([1-9]\d*) {at}", locks, re.MULTILINE)
+        return int(line[1]) if line else None
+    return None
+
+
+def is_held(folder: Path) -> bool:
+    """Whether another process holds the lock of a folder; False if the folder does not exist."""
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        return lock(fd) is False
+    finally:
+        os.close(fd)
 
 
 @contextmanager
 def held(folder: Path) -> Iterator[int]:
     """Lock `folder` and return it as a file descriptor (file systems without locks give no guarantee).
 
-    Raises BusyError at once if another process holds it: a run takes hours, so waiting is not useful.
+    Raises BusyError at once if another process holds it; what a command only needs from the cache it waits for (`waiting`).
     """
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -141,7 +173,7 @@ def _claim(target: Path, run: str | None) -> tuple[Path, int]:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             locked, mine = lock(fd), run is not None and owner.get("run") == run
             if run is not None and locked is False:
-                raise busy(target)
+                raise busy(target, path)
             if mine and not claim:
                 claim = path, fd
                 continue
@@ -183,6 +215,11 @@ def left(target: Path) -> list[tuple[Path, dict[str, str]]]:
             if torn or owner.get("id") == named[1]:
                 folders.append((path, owner))
     return folders
+
+
+def being_written(target: Path) -> list[Path]:
+    """The unfinished folders of `target` that other processes are writing."""
+    return [path for path, _ in left(target) if is_held(path)] if target.parent.is_dir() else []
 
 
 def discard(folder: Path) -> None:

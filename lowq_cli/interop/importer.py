@@ -15,11 +15,12 @@ from pathlib import Path
 from lowq_cli import console, state
 from lowq_cli.files.checkpoint import is_checkpoint
 from lowq_cli.files.family_tensors import linear_weights
-from lowq_cli.files.folder import new_folder, sweep
+from lowq_cli.files.folder import being_written, new_folder, sweep
 from lowq_cli.files.quant_config import compact
 from lowq_cli.files.safetensors_writer import SafetensorsWriter, to_json
 from lowq_cli.files.source import Source
 from lowq_cli.files.storage import FP8, in_blocks, storage
+from lowq_cli.files.waiting import wait
 from lowq_cli.interop.foreign import QUANT_SECTIONS, by_first_part, dense, fetcher, foreign_matrices, open_foreign
 from lowq_cli.state import name_of, writing
 from lowq_packers import home
@@ -55,6 +56,8 @@ def runnable(model: str | os.PathLike[str]) -> str:
         target = cached(source)
         for note in source.notes:
             console.say(f"note: {note}")
+        while not _is_whole(target) and (others := being_written(target)):
+            wait(others[0])
         if _is_whole(target):
             copy_new(source, target)
         else:

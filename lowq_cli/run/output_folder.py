@@ -246,6 +246,12 @@ def read_journal(path: Path) -> tuple[Record, list[Record]]:
     return lines[0], wellformed
 
 
+def params_written(folder: Path, plan: Plan) -> int:
+    """How many of the plan's weights another process, which is writing the folder, has finished."""
+    finished = {record["item"] for record in read_journal(folder / JOURNAL)[1]}
+    return sum(item.params for item in plan.items if item.name in finished)
+
+
 def _read_report(path: Path) -> Record:
     try:
         report = read_json(path)
