@@ -205,6 +205,20 @@ def working_bytes(plan: Plan) -> int:
     return max(alone, _together(plan, items, layers, 4 * streams)) if distills else alone
 
 
+def layers_bytes(plan: Plan) -> int:
+    """Bytes on disk of the calibrated layers until the checkpoint holds them: a byte per code, scales, zeros and tables.
+
+    `distill` writes each layer a second time, and after each pass the codes that it trains, with Adam's two averages.
+    """
+    items = [i for i in plan.items if i.method and quantizers.needs_text(i.method)]
+    once = sum(i.params + sum(header.nbytes for _, header in i.outputs[1:]) for i in items)
+    if not any(quantizers.needs_distilling(str(i.method)) for i in items):
+        return once
+    weights = sum(i.params for i in items)
+    steps = step_count(plan.recipe.tokens, pass_count(items, weights))
+    return 2 * once + sum(12 * i.params for i in items if trains_codes(i, weights, steps))
+
+
 def _together(plan: Plan, items: list[Item], layers: dict[str, int], streams: int) -> int:
     """Bytes for training all layers together: a byte per code; value, gradient and Adam's averages of trained parameters.
 

@@ -228,6 +228,8 @@ def quantize(
         from lowq_cli.run.output_folder import run_in
         from lowq_cli.run.pipeline import execute
 
+        if target:
+            _check_room(prepared, target)
         with compiling(prepared):
             state.begin(prepared.out)
             result = follow(execute(prepared, fresh), prepared.plan)
@@ -260,6 +262,19 @@ def _export_target(checkpoint: Path, to: str, out: str | None) -> Path:
     if target.resolve() == checkpoint.resolve():
         raise UsageError(f"--out {target} is where the checkpoint is written; name another place for its export")
     return target
+
+
+def _check_room(prepared: "Prepared", target: Path) -> None:
+    """Raise DoesNotFitError if the checkpoint leaves too little room for its export."""
+    from lowq_cli.calibrate.requirements import layers_bytes
+    from lowq_cli.files.folder import check_room, on_one_disk
+
+    if target.exists():
+        return
+    plan = prepared.plan
+    least = sum(i.params * i.scheme.bits // 8 if i.scheme else i.nbytes for i in plan.items)  # without scales and zeros
+    first = max(0, prepared.budget.disk_bytes - layers_bytes(plan)) if on_one_disk(prepared.out, target) else 0
+    check_room(first + least, target, "use fewer bits")
 
 
 def _mixture(

@@ -5,6 +5,7 @@ was not made by lowq and is never changed.
 """
 
 import fcntl
+import glob
 import json
 import os
 import re
@@ -16,8 +17,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from lowq_cli.console import size
 from lowq_cli.files.source import STAGED
-from lowq_cli.state import OWNER, begin, is_cached, writing
+from lowq_cli.state import OWNER, another_place, begin, is_cached, writing
 from lowq_packers.errors import DoesNotFitError, UsageError
 
 PATIENCE = 100  # retries, 10 ms apart, to lock the parent folder
@@ -38,9 +40,9 @@ def busy(path: Path, locked: Path | None = None) -> BusyError:
     locked: the folder whose lock that process has, if it is not `path`.
     """
     process = holder(locked or path)
-    who = "another lowq" if process is None else f"another lowq (process {process})"
+    who = "" if process is None else f" (process {process})"
     way_out = "wait for it" if is_cached(path) else "wait for it, or use another --out"
-    return BusyError(f"{who} is writing to {path}; {way_out}", locked or path)
+    return BusyError(f"another lowq is writing to {path}{who}; {way_out}", locked or path)
 
 
 def holder(folder: Path) -> int | None:
@@ -145,6 +147,53 @@ def check_apart(target: Path, source: Path | None) -> None:
     """Raise UsageError if `target` is inside the folder that a model is read from."""
     if source is not None and (inside := target.resolve()).is_relative_to(source.resolve()) and inside != source.resolve():
         raise UsageError(f"{target} lies in {source}, the folder of the model itself; use --out with a folder outside of it")
+
+
+def free_bytes(out: Path) -> int:
+    """Free bytes of the disk on which `out` is or will be."""
+    return shutil.disk_usage(_nearest(out)).free
+
+
+def _nearest(path: Path) -> Path:
+    """The folder, itself or the first one above it, that exists."""
+    return next(p for p in (path.absolute(), *path.absolute().parents) if p.is_dir())
+
+
+def check_room(nbytes: int, out: Path, fewer: str = "", free: int | None = None) -> None:
+    """Raise DoesNotFitError if `out` needs more bytes than its disk has free, before the work that makes them.
+
+    fewer: what else than room helps, such as "use fewer bits". free: the free bytes, if they are known.
+    """
+    free = free_bytes(out) if free is None else free
+    if nbytes > free:
+        ways = ", ".join(filter(None, ("make room", fewer)))
+        raise DoesNotFitError(f"needs {size(nbytes)} of disk, {out} has {size(free)} free; {ways}, or {another_place(out)}")
+
+
+def check_copies(copies: int, nbytes: int, cached: Path, out: Path) -> None:
+    """As `check_room`, for work that keeps `copies` of a file of `nbytes` in the cache at a time and then writes it to `out`.
+
+    cached: the beginning of the paths of these copies, of which an interrupted run left some.
+    """
+    there = sum(map(_tree_bytes, cached.parent.glob(f"{glob.escape(cached.name)}*"))) if cached.parent.is_dir() else 0
+    together = on_one_disk(cached, out)
+    check_room(copies * nbytes - there, out if together else cached)
+    if not together:
+        check_room(nbytes - unfinished_bytes(out), out)
+
+
+def on_one_disk(one: Path, other: Path) -> bool:
+    """Whether what is written at the one place leaves less room at the other."""
+    return _nearest(one).stat().st_dev == _nearest(other).stat().st_dev
+
+
+def unfinished_bytes(target: Path) -> int:
+    """Bytes on disk of interrupted writes of `target`, which the next one continues or removes."""
+    return sum(_tree_bytes(path) for path, _ in left(target)) if target.parent.is_dir() else 0
+
+
+def _tree_bytes(folder: Path) -> int:
+    return sum(p.lstat().st_blocks * 512 for p in folder.rglob("*"))
 
 
 def sweep(target: Path) -> None:

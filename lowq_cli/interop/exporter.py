@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor, is_checkpoint, open_checkpoint
-from lowq_cli.files.folder import check_apart, new_folder, sweep
+from lowq_cli.files.folder import check_apart, check_room, new_folder, sweep, unfinished_bytes
 from lowq_cli.files.safetensors_io import TensorHeader
 from lowq_cli.files.safetensors_writer import SHARD, SafetensorsWriter, name_of, to_json
 from lowq_cli.files.tensor_parallel import fused_name, fusion_problems, shard_problems
@@ -105,6 +105,7 @@ def export(
                 sweep(target)
                 config, read = _as_read(target)
             else:
+                check_room(export_bytes(opened) - unfinished_bytes(target), target)
                 with new_folder(target, run) as new:
                     _write(opened, fmt, new, rounding, progress, file_bytes)
                     config, read = _as_read(new)
@@ -116,6 +117,13 @@ def export(
         notes += as_dense + _left_out(whole, opened, fmt)
         size = sum(p.stat().st_size for p in target.glob("*.safetensors"))
         return Exported(str(target), to, size, len(opened.schemes), tuple(engines), tuple(notes), done)
+
+
+def export_bytes(checkpoint: Checkpoint) -> int:
+    """The least bytes of an export: codes, a scale per group, and the plain tensors; zeros differ by format."""
+    packed = [(t.params, t.scheme) for t in checkpoint.tensors if t.scheme]
+    scales = sum(n // (s.group_size * s.block_rows) * (1 if s.scale == "e4m3" else 2) for n, s in packed)
+    return scales + sum(n * s.bits // 8 for n, s in packed) + sum(t.nbytes for t in checkpoint.tensors if not t.scheme)
 
 
 def export_path(source: str | os.PathLike[str], to: str, out: str | os.PathLike[str] | None = None) -> Path:

@@ -18,11 +18,11 @@ import torch
 
 from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor
 from lowq_cli.files.family_tensors import Named
-from lowq_cli.files.folder import sweep
+from lowq_cli.files.folder import check_room, sweep, unfinished_bytes
 from lowq_cli.files.safetensors_writer import SHARD
 from lowq_cli.interop.exported import Exported, Progress, run_name
 from lowq_cli.interop.gguf_bytes import File, Piece, chosen, stored
-from lowq_cli.interop.gguf_file import INT32, GgufTensor, Value, array, f32, head, text, u32
+from lowq_cli.interop.gguf_file import INT32, GgufTensor, Value, array, f32, head, padded, text, u32
 from lowq_cli.interop.gguf_mmproj import mmproj
 from lowq_cli.interop.gguf_names import ARCHITECTURES, LAYER, PERMUTED, ROUTER, ROUTERS, TOP
 from lowq_cli.interop.gguf_tokenizer import tokenizer_metadata
@@ -156,6 +156,9 @@ def export_gguf(
         tower = mmproj(checkpoint, others, _embedding(text))
         files.insert(0, File(tower_path(out), tower.metadata, tower.pieces))
     run = run_name(checkpoint, f"gguf {mixture.number}" if mixture else "gguf", rounding)
+    new = [file.path for file in files if not was_exported(file.path, f"{run} {file.path.name}")]
+    nbytes = sum(padded(row.nbytes) for file in files if file.path in new for row in {p.row for p in file.pieces})
+    check_room(nbytes - sum(map(unfinished_bytes, new)), out)
     there = [_write(checkpoint, file, f"{run} {file.path.name}", rounding, progress, file_bytes) for file in files]
     notes = tuple(f"its tower and projector: {file.path} (llama.cpp: --mmproj)" for file in files[:-1])
     matrices = sum(map(chosen, (row for row, _ in entries))) if mixture else len(checkpoint.schemes)

@@ -15,7 +15,7 @@ from pathlib import Path
 from lowq_cli import console, state
 from lowq_cli.files.checkpoint import is_checkpoint
 from lowq_cli.files.family_tensors import linear_weights
-from lowq_cli.files.folder import being_written, new_folder, sweep
+from lowq_cli.files.folder import being_written, check_room, new_folder, sweep
 from lowq_cli.files.quant_config import compact
 from lowq_cli.files.safetensors_writer import SafetensorsWriter, to_json
 from lowq_cli.files.source import Source
@@ -116,6 +116,8 @@ def import_checkpoint(source: Source, matrices: list[Matrix], target: Path) -> f
     if schemes:
         config["quantization_config"] = compact(schemes, dense_names)
     fetch, off = fetcher(source), 0.0
+    coded = sum(m.shape[0] * m.shape[1] * (m.scheme.bits if m.scheme else 16) // 8 for m in matrices)
+    check_room(coded + sum(h.nbytes for name, h in source.headers.items() if name not in parts), target)
     try:
         with new_folder(target) as folder, SafetensorsWriter(folder) as shards:
             for name in source.headers:

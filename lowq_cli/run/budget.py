@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import time
 from collections import Counter
@@ -12,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowq_cli import quantizers
-from lowq_cli.calibrate.requirements import working_bytes
+from lowq_cli.calibrate.requirements import layers_bytes, working_bytes
 from lowq_cli.console import size
 from lowq_cli.devices import Device
+from lowq_cli.files.folder import check_room, free_bytes
 from lowq_cli.files.safetensors_io import ITEMSIZE, TORCH_NAMES
 from lowq_cli.memory import available_memory, current_rss
 from lowq_cli.plan.plan import Item, Plan
 from lowq_cli.quantizers._slabs import SLAB as QUANTIZER_SLAB
-from lowq_cli.state import another_place
 from lowq_cli.workers import GPU_WORKERS, shared_threads
 from lowq_packers.errors import DoesNotFitError
 from lowq_packers.lazy import torch
@@ -62,11 +61,7 @@ class Budget:
                 f"needs {size(self.peak_bytes)} of memory, {size(self.available_bytes)} are available; "
                 f"close other programs, or use a machine with more"
             )
-        if self.disk_bytes > self.disk_free_bytes:
-            raise DoesNotFitError(
-                f"needs {size(self.disk_bytes)} of disk, {out} has {size(self.disk_free_bytes)} free; "
-                f"make room, use fewer bits, or {another_place(out)}"
-            )
+        check_room(self.disk_bytes, out, "use fewer bits", self.disk_free_bytes)
 
 
 def make_budget(
@@ -76,14 +71,13 @@ def make_budget(
 
     timed: whether to time a sample of the work, which imports torch.
     """
-    folder = next(p for p in (out.absolute(), *out.absolute().parents) if p.is_dir())
     calibrating = working_bytes(plan)
     peak = current_rss() + (0 if "torch" in sys.modules else TORCH) + WORKING + held
     peak += workers * max(slab_bytes(i, device.type) for i in plan.items)
     peak += calibrating if device.type == "cpu" else 0
     peak += ROTATING * max((i.params for i in plan.items if i.scheme), default=0) if plan.recipe.rotate else 0
     time = _seconds(plan, torch.device(str(device)), workers, bool(calibrating)) if timed else (None, 1)
-    return Budget(peak, available_memory(), max(0, plan.nbytes - written), shutil.disk_usage(folder).free, *time)
+    return Budget(peak, available_memory(), max(0, plan.nbytes + layers_bytes(plan) - written), free_bytes(out), *time)
 
 
 def _seconds(plan: Plan, device: torch.device, workers: int, calibrating: bool) -> tuple[float, int]:

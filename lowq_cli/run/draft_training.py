@@ -39,6 +39,7 @@ from lowq_packers.regular import opened, read_text
 RATE, WIDTH, WARM = 1e-3, 512, 100  # Adam's learning rate at WIDTH (inversely proportional to the width), and warm-up steps
 MOST_RATE = 2e-3
 MOMENTS = ("exp_avg", "exp_avg_sq")  # what Adam keeps of each weight
+STATE = 4 * (1 + len(MOMENTS))  # bytes of the training state per weight
 SAVE_S = 60.0  # seconds between two checkpoints of the training state
 
 
@@ -96,6 +97,9 @@ def _trained(of: Training, model: Any, tokenizer: Any, save_s: float) -> Generat
     sweep(of.out / HEAD_STATE)
     if any(of.out.iterdir()) and ((of.out / HEAD_NOTES).exists() or not (of.out / HEAD_STATE).exists()):
         raise UsageError(f"{of.out} is there already and holds something else; use another --out, or remove it")
+    state = of.out / HEAD_STATE
+    kept = state.stat().st_blocks * 512 if state.exists() else 0
+    folder.check_room(2 * STATE * of.of.params - kept, of.out)  # a new state is whole before the last one is removed
     plain, greedy = yield from training_windows(of, model, tokenizer)
     ids = _counted(torch.cat([plain, greedy]).flatten(), of.of)
     teacher = Teacher(plan_of(model), of.of, ids, of.windows, plain.shape[1])

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from lowq_cli.files.folder import check_free
+from lowq_cli.files.folder import check_copies, check_free
 from lowq_cli.interop import exporter, gguf_export
 from lowq_cli.interop.exported import Progress
 from lowq_cli.interop.gguf_bytes import chosen
@@ -25,7 +25,7 @@ from lowq_cli.run.budget import Budget
 from lowq_cli.run.events import Event
 from lowq_cli.run.pipeline import maker, run_hash, text_of
 from lowq_cli.run.prepare import Prepared, prepare
-from lowq_cli.run.refine import Refined, Refining, recorded
+from lowq_cli.run.refine import COPIES, Refined, Refining, recorded
 from lowq_cli.run.refine_plan import improving_s, made_as, making_s, text_line
 from lowq_cli.run.refined_file import GgufFile
 from lowq_cli.state import export_of, is_cached, remember_export, was_exported
@@ -100,6 +100,8 @@ class CalibratedMixture:
         with self.prepared() as prepared:
             if show:
                 show(self.plan(prepared))
+            if not export_of(self.out)[0]:
+                check_copies(1 + COPIES, sum(row.nbytes for row in self.rows), self.base.parent, self.out)
             text, plan = yield from text_of(prepared, prepared.plan)
             on = torch.device(str(prepared.workers[0]))
             self.run = f"calibrated {self.kind} {run_hash(prepared.source, plan, on, text)}"

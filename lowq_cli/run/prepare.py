@@ -13,7 +13,7 @@ from lowq_cli import quantizers
 from lowq_cli.calibrate.requirements import is_calibrated, notes_of_codes, tokens_for
 from lowq_cli.calibrate.texts import SELF, Text
 from lowq_cli.devices import Device, name_devices, pick_device, pick_devices
-from lowq_cli.files.folder import check_apart
+from lowq_cli.files.folder import check_apart, staged
 from lowq_cli.files.source import JOURNAL, Source
 from lowq_cli.interop.foreign import open_decoded
 from lowq_cli.plan.plan import Plan, common_group, default_out
@@ -178,8 +178,8 @@ def _independent(source: Source, plan: Plan) -> bool:
 
 
 def _bytes_in(folder: Path, plan: Plan) -> int:
-    """Bytes on disk of the plan's files that are already in `folder`."""
-    total = 0
+    """Bytes on disk of the plan's files and of calibrated layers that are already in `folder`."""
+    total = sum(p.stat().st_blocks * 512 for layers in staged(folder) for p in layers.iterdir())
     for shard in plan.shards:
         for path in (folder / shard.name, folder / f"{shard.name}.partial"):
             if path.is_file():

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from lowq_cli.calibrate.calibration import Calibration
-from lowq_cli.files.folder import check_free, new_folder
+from lowq_cli.files.folder import check_copies, check_free, new_folder
 from lowq_cli.files.safetensors_io import read_json
 from lowq_cli.files.source import Source
 from lowq_cli.interop.exported import Exported, Progress
@@ -37,6 +37,7 @@ from lowq_packers.atomic import write_whole
 from lowq_packers.errors import UnsupportedError
 
 NUMBERS = "numbers.json"  # the numbers of a `Refined`, next to a result that is not exported yet
+COPIES = 2  # of the file in the cache at a time: its calibrated layers, and the result until it is exported
 SAME = 2.0**-6  # max. relative difference of norm weights that rounding to another dtype explains
 
 
@@ -73,8 +74,8 @@ class Refining:
         if path.is_file():
             export_path(path, "gguf", self.out)  # refuses another suffix
         self.cache_prefix = self.file.cache_prefix  # its name identifies the file and the version of lowq
-        exported = export_of(self.out)[0].startswith(f"refined {self.cache_prefix.name}-")
-        if not exported and not any(self.cache_prefix.parent.glob(f"{self.cache_prefix.name}-*")):
+        self.exported = export_of(self.out)[0].startswith(f"refined {self.cache_prefix.name}-")
+        if not self.exported and not any(self.cache_prefix.parent.glob(f"{self.cache_prefix.name}-*")):
             check_free(self.out)  # before a text is generated; if results exist, `export` checks whether `out` is one of them
         self.work = self.cache_prefix  # holds the result until its export
 
@@ -96,6 +97,8 @@ class Refining:
             source = _target(file, prepared.source)
             if show:
                 show(refine_plan(prepared, plan, file, self.out))
+            if not self.exported:
+                check_copies(COPIES, file.nbytes, self.cache_prefix, self.out)
             text, plan = yield from text_of(prepared, plan)
             assert text
             on = torch.device(str(prepared.workers[0]))

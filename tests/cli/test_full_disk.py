@@ -3,11 +3,19 @@
 import json
 import re
 import resource
+import shutil
+import sys
+from collections import deque
 from contextlib import contextmanager
 
 import pytest
 
 from lowq_cli import drawing, main
+from lowq_cli.calibrate import requirements
+from lowq_cli.files.safetensors_writer import SafetensorsWriter
+from lowq_cli.plan.recipe import make_recipe
+from lowq_cli.run import output_folder, pipeline
+from lowq_cli.run.prepare import prepare
 from lowq_kernels.dispatch import tuning, tuning_file
 from lowq_packers.errors import DoesNotFitError, UsageError
 
@@ -16,9 +24,11 @@ from lowq_packers.errors import DoesNotFitError, UsageError
 def files_of_at_most(limit):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # Python does not see that only a part was written
     try:
         yield
     finally:
+        sys.dont_write_bytecode = before
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
@@ -126,3 +136,93 @@ def test_the_report_of_a_table_that_could_be_written(run, packed, capsys):
     tuning.forget()
     assert code == 0, output
     assert json.loads((packed / tuning_file.FILE).read_text())["machines"]
+
+
+@pytest.fixture
+def nearly_full(monkeypatch):
+    """Each disk has 100 kB free."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 100_000))
+
+
+@pytest.mark.parametrize("more", [("--to", "gguf", "--round"), ("--to", "humming"), ("--type", "Q4_K_M")], ids=" ".join)
+def test_an_export_is_refused_before_the_work(more, packed, tmp_path, nearly_full, capsys):
+    out = tmp_path / ("out" if "humming" in more else "out.gguf")
+    assert main.main(["export", str(packed), *more, "--out", str(out), "--json"]) == 4
+    assert_refused(capsys.readouterr(), out, "make room, or use another --out")
+    assert not list(tmp_path.iterdir())
+
+
+def assert_refused(printed, where, way_out):
+    last = printed.err.splitlines()[-1]
+    assert re.fullmatch(rf"lowq: needs [\d.]+ MB of disk, {re.escape(str(where))} has 100\.0 kB free; {way_out}", last), last
+    assert "%" not in printed.err  # no progress was made
+
+
+def test_an_interrupted_exports_bytes_count(packed, tmp_path, monkeypatch, capsys):
+    """What is written already needs no more room."""
+    out = tmp_path / "out"
+    code = main.main(["export", str(packed), "--to", "humming", "--out", str(out)])
+    assert code == 0
+    whole = sum(p.stat().st_size for p in out.iterdir())
+    free = shutil._ntuple_diskusage(10**9, 10**9, whole // 10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
+    with monkeypatch.context() as patch:  # a second export is interrupted when most of it is written
+        patch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 10**9))
+        patch.setattr(SafetensorsWriter, "finish", lambda self: self._flush() or _interrupt())
+        assert main.main(["export", str(packed), "--to", "humming", "--out", str(tmp_path / "again")]) == 130
+    assert main.main(["export", str(packed), "--to", "humming", "--out", str(tmp_path / "third")]) == 4
+    assert main.main(["export", str(packed), "--to", "humming", "--out", str(tmp_path / "again")]) == 0
+
+
+def _interrupt():
+    raise KeyboardInterrupt
+
+
+def test_refine_is_refused_before_the_work(demo_gguf, own_cache, tmp_path, monkeypatch, nearly_full, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    out = tmp_path / "better.gguf"
+    line = ["refine", str(demo_gguf), "--model", "demo", "--calib", "bundled", "--calib-tokens", "4096", "--out", str(out)]
+    assert main.main([*line, "--device", "cpu"]) == 4
+    assert_refused(capsys.readouterr(), out, "make room, or use another --out")
+    assert not out.exists()
+
+
+def test_a_calibrated_mixture_is_refused_before_the_work(own_cache, tmp_path, monkeypatch, nearly_full, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    out = tmp_path / "mixture.gguf"
+    line = ["quantize", "demo", "--type", "Q4_K_M", "--calib", "bundled", "--calib-tokens", "4096", "--out", str(out)]
+    assert main.main([*line, "--device", "cpu"]) == 4
+    assert_refused(capsys.readouterr(), out, "make room, or use another --out")
+    assert not out.exists()
+
+
+def test_an_import_is_refused_before_the_work(demo_gguf, own_cache, nearly_full, capsys):
+    assert main.main(["generate", str(demo_gguf), "--prompt", "Once", "--device", "cpu"]) == 4
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(r"needs [\d.]+ MB of disk, .*imports.* has 100\.0 kB free; make room, or name another cache folder", last)
+
+
+def test_quantize_with_an_export_needs_room_for_both(tmp_path, monkeypatch, capsys):
+    checkpoint = 8_000_000  # the demo's at 4 bits is 6.9 MB, and its export about as large again
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, checkpoint))
+    monkeypatch.chdir(tmp_path)
+    line = ["quantize", "demo", "--method", "rtn", "--device", "cpu"]
+    assert main.main([*line, "--export", "gguf"]) == 4
+    assert re.search(r"has 8\.0 MB free; make room, use fewer bits, or use another --out$", capsys.readouterr().err.strip())
+    assert not list(tmp_path.iterdir())
+    assert main.main(line) == 0
+
+
+def test_calibrated_layers_need_room_next_to_the_checkpoint(tmp_path, monkeypatch):
+    """They lie on the disk with a byte for each code until the checkpoint is whole."""
+    seen = []
+    parts = lambda: sum(p.stat().st_size for p in tmp_path.rglob("*layer-*.safetensors"))  # noqa: E731
+    finish = output_folder.OutputFolder.finish
+    monkeypatch.setattr(output_folder.OutputFolder, "finish", lambda self, config: seen.append(parts()) or finish(self, config))
+    recipe = make_recipe(bits=4, method="gptq", calib="bundled", calib_tokens=4096)
+    with prepare("demo", recipe, tmp_path / "out", "cpu") as prepared:
+        needed = prepared.budget.disk_bytes
+        deque(pipeline.execute(prepared), maxlen=0)
+        planned = requirements.layers_bytes(prepared.plan)
+    assert planned <= seen[0] <= planned * 1.02 + 100_000
+    assert needed == prepared.plan.nbytes + planned

@@ -137,9 +137,9 @@ def test_a_second_import_of_a_file_waits_for_the_first(begin, demo_gguf):
 
 
 def test_the_refusal_of_a_folder_in_use_names_its_process(tmp_path):
-    with folder.held(tmp_path), pytest.raises(folder.BusyError, match=rf"\(process {os.getpid()}\) is writing to") as refused:
-        with folder.held(tmp_path):
-            pass
+    mine = rf"is writing to {tmp_path} \(process {os.getpid()}\); wait"
+    with folder.held(tmp_path), pytest.raises(folder.BusyError, match=mine) as refused:
+        folder.held(tmp_path).__enter__()
     assert refused.value.held == tmp_path
     assert folder.holder(tmp_path) is None
     assert not folder.is_held(tmp_path)
