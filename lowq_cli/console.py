@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,13 +29,32 @@ WIDE = 100  # columns; wider terminals get a long progress bar
 NARROWEST = 8  # min. width, in columns, of a table cell that is broken over several lines
 
 
+class _Progress:
+    """The stream stderr for Rich. What cannot be written is dropped: a full disk or an ended reader must not end the work."""
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream().flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream(), name)
+
+    def _stream(self) -> Any:
+        return getattr(sys.stderr, "rich_proxied_file", sys.stderr)  # the stream itself while Rich draws a live row
+
+
 @cache
 def stderr() -> "Console":
     """The Rich console on stderr; at least 100 columns wide if stderr is not a terminal."""
     from rich.console import Console
 
     width = None if sys.stderr.isatty() else int(os.environ.get("COLUMNS", "110"))
-    return Console(stderr=True, highlight=False, width=width)
+    return Console(file=cast(TextIO, _Progress()), highlight=False, width=width)
 
 
 _UNSEEN = re.compile(  # control sequences of terminals, characters that change the text direction, and lone surrogates
@@ -54,10 +73,10 @@ def say(message: str) -> None:
         _print(_broken(visible(message), sys.stderr), sys.stderr)
 
 
-def _print(line: str, stream: TextIO) -> None:
+def _print(line: str, stream: TextIO, end: str = "\n") -> None:
     """Print a line for the user. If writing fails because the reader has ended or the disk is full, the work continues."""
     with suppress(OSError):
-        print(line, file=stream, flush=True)
+        print(line, file=stream, end=end, flush=True)
 
 
 def _broken(line: str, stream: TextIO) -> str:
@@ -77,10 +96,7 @@ def warn(message: str) -> None:
     """Print a warning on stderr."""
     from rich.markup import escape
 
-    if quiet:
-        return
-    with suppress(OSError):
-        # without a terminal, lines are not broken
+    if not quiet:  # without a terminal, lines are not broken
         stderr().print(f"[yellow]warning:[/] {escape(visible(message))}", soft_wrap=not sys.stderr.isatty())
 
 
@@ -104,10 +120,12 @@ def out(text: str, end: str = "\n") -> None:
 
 def thought(text: str, terminal: bool) -> None:
     """Print a model's thoughts: on a terminal in a pale colour within the answer, otherwise on stderr, separate from it."""
-    if terminal and "NO_COLOR" not in os.environ:
-        print(f"\x1b[2m{visible(text)}\x1b[22m", end="", flush=True)
+    if not terminal:
+        _print(text, sys.stderr, end="")
+    elif "NO_COLOR" in os.environ:
+        print(visible(text), end="", flush=True)
     else:
-        print(visible(text) if terminal else text, end="", flush=True, file=sys.stdout if terminal else sys.stderr)
+        print(f"\x1b[2m{visible(text)}\x1b[22m", end="", flush=True)
 
 
 def out_line(text: str) -> None:
@@ -166,7 +184,11 @@ def table(
             shown.remove(columns.index(name))
     least = sum(needed[i] if columns[i].startswith(">") else min(needed[i], NARROWEST) for i in shown) + 2 * len(shown) + 1
     if least > console.width:
-        _paragraphs(title, titles, cells, sys.stdout if on_stdout else sys.stderr)
+        text = _paragraphs(title, titles, cells, sys.stdout if on_stdout else sys.stderr)
+        if on_stdout:
+            print(text, flush=True)
+        else:
+            _print(text, sys.stderr)
         return
     drawn = Table(
         title=Text(title) if title else None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
@@ -182,14 +204,13 @@ def table(
     console.print(drawn)
 
 
-def _paragraphs(title: str, titles: Sequence[str], cells: Sequence[Sequence[str]], stream: TextIO) -> None:
-    """Print the rows of a table as paragraphs, for terminals that are too narrow for it."""
-    if title:
-        print(title, file=stream)
+def _paragraphs(title: str, titles: Sequence[str], cells: Sequence[Sequence[str]], stream: TextIO) -> str:
+    """The rows of a table as paragraphs, for terminals that are too narrow for it."""
+    lines = [title] if title else []
     for first, *rest in cells:
         sentence = ", ".join(f"{name} {cell}".strip() for name, cell in zip(titles[1:], rest, strict=True) if cell)
-        print(_broken(f"{first}: {sentence}" if first else sentence, stream), file=stream)
-    print(file=stream, flush=True)
+        lines.append(_broken(f"{first}: {sentence}" if first else sentence, stream))
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _stdout() -> "Console":

@@ -190,9 +190,9 @@ def run(failed: BaseException | None = None) -> None:
 
 def _open_streams() -> None:
     """Make the streams usable for all commands: replace closed ones (`>&-`), and tolerate characters they cannot encode."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # printing would fail, or go to the other stream
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # until the process ends
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in this order each gets its own number
+        if getattr(sys, name) is None:  # printing would fail, or go to the other stream or into the next file
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # until the process ends
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):  # invalid UTF-8 is reported later, by name
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=errors)

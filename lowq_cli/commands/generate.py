@@ -279,7 +279,7 @@ def _compile(model: "CausalModel", generation: "Generation") -> None:
 def _bare_text(given: str | None) -> tuple[None, str]:
     """A text given in place of the checkpoint, for the last checkpoint to continue. Raises UsageError if it may be either."""
     if given in (None, "demo") or Path(str(given)).exists():
-        piped = "" if sys.stdin is None or sys.stdin.isatty() else "; --prompt - reads the text from stdin"
+        piped = "" if sys.stdin.isatty() else "; --prompt - reads the text from stdin"
         raise UsageError(f"give one of --prompt TEXT and --prompts FILE.jsonl{piped}")
     assert given
     if not any(map(str.isspace, given)):

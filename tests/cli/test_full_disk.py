@@ -1,6 +1,7 @@
 """A disk that fills up (here: a limit on the size of a file) ends a command in one line, and leaves nothing half-written."""
 
 import json
+import os
 import re
 import resource
 import shutil
@@ -10,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from lowq_cli import drawing, main
+from lowq_cli import console, drawing, main
 from lowq_cli.calibrate import requirements
 from lowq_cli.files.safetensors_writer import SafetensorsWriter
 from lowq_cli.plan.recipe import make_recipe
@@ -136,6 +137,51 @@ def test_the_report_of_a_table_that_could_be_written(run, packed, capsys):
     tuning.forget()
     assert code == 0, output
     assert json.loads((packed / tuning_file.FILE).read_text())["machines"]
+
+
+LINES = (  # each prints tables, progress or a model's thoughts on stderr
+    ("quantize", "demo", "--method", "rtn", "--device", "cpu", "--out", "OUT"),
+    ("tune", "PACKED", "--batch", "1", "--device", "cpu"),
+    ("export", "PACKED", "--to", "humming", "--out", "OUT"),
+    ("eval", "demo", "--device", "cpu", "--max-tokens", "600"),
+    ("generate", "demo", "--device", "cpu", "--prompt", "Once", "--max-new-tokens", "4"),
+)
+
+
+@pytest.mark.parametrize("line", LINES, ids=lambda line: line[0])
+@pytest.mark.parametrize("why", ["full", "ended"])
+def test_progress_that_cannot_be_written_does_not_end_the_work(line, why, packed, tmp_path, monkeypatch, capsys):
+    """As in `2> /full/log` and `2> >(head -1)`; the exit code is the work's."""
+    folder = shutil.copytree(packed, tmp_path / "packed")
+    words = [str({"OUT": tmp_path / "out", "PACKED": folder}.get(word, word)) for word in line]
+    monkeypatch.setattr(sys, "stderr", full_file() if why == "full" else ended_reader())
+    assert main.main(words) == 0
+    tuning.forget()
+    assert capsys.readouterr().out.strip()
+    assert line[-1] != "OUT" or (tmp_path / "out" / "config.json").exists()
+
+
+def full_file():
+    return open("/dev/full", "w", buffering=1)
+
+
+def ended_reader():
+    """A stream into a pipe that nobody reads."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    return open(writing, "w", buffering=1)
+
+
+def test_thoughts_and_narrow_tables_do_not_end_the_work_either(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", full_file())
+    console.thought("Hm.", terminal=False)
+    console.stderr.cache_clear()
+    monkeypatch.setenv("COLUMNS", "20")
+    console.table("a title", ("name", ">a number"), [("a name of more than twenty columns", 10**18)])
+    console.warn("a warning")
+    with console.progress("work", 10) as advance:
+        advance(5, "half")
+    console.stderr.cache_clear()
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -303,6 +304,24 @@ def test_a_package_that_is_missing_is_named():
     done = subprocess.run([sys.executable, "-c", code, "serve", "demo", "--device", "cpu"], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == "lowq: uvicorn is not installed, which lowq needs here; install it with pip"
+
+
+@pytest.mark.parametrize("command", ["chat demo", "rm nothing", "rm --cached", "generate demo", "run demo"])
+def test_a_closed_stdin_is_an_empty_one(command, tmp_path):
+    """Python has None for it, whose `isatty` was an internal error."""
+    line = f"{LOWQ} {command} --device cpu <" if "rm" not in command else f"{LOWQ} {command} <"
+    env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)} if "rm" in command else None
+    closed, empty = (
+        subprocess.run(["bash", "-c", line + end], capture_output=True, text=True, env=env) for end in ("&-", "/dev/null")
+    )
+    assert (closed.returncode, closed.stdout) == (empty.returncode, empty.stdout), closed.stderr
+    assert "internal error" not in closed.stderr
+
+
+def test_closed_streams_leave_their_numbers_to_no_file():
+    code = "from lowq_cli import main; main._open_streams(); print(open(__file__).fileno() > 2, file=open('/dev/fd/9', 'w'))"
+    line = f"{sys.executable} -c {shlex.quote(code.replace('__file__', repr(__file__)))} 9>&1 <&- >&- 2>&-"
+    assert subprocess.run(["bash", "-c", line], capture_output=True, text=True).stdout == "True\n"
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-"])
