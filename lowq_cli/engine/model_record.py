@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lowq_cli.files.mapped_file import MappedFile, check_all
+
 ATTRIBUTE = "_lowq"
 DRAFT = "draft"  # the subfolder of a checkpoint where `lowq draft train` writes its head
 
@@ -15,6 +17,7 @@ class Owned:
     drafters: draft heads and models for this model, by their --draft name.
     tuned: the folder whose lowq_tune.json selects kernels while this model computes; "" without one.
     sight: an `engine.vision.Sight`, once the model has been given an image. folder: the folder that the model was read from.
+    mapped: the files whose pages it computes with, which must not be written over.
     """
 
     plan: Any = None
@@ -23,6 +26,11 @@ class Owned:
     tuned: str = ""
     sight: Any = None
     folder: str = ""
+    mapped: tuple[MappedFile, ...] = ()
+
+    def check_files(self) -> None:
+        """Raise OverwrittenError if mapped weights were written over, so that what the model has computed may be wrong."""
+        check_all(self.mapped)
 
 
 def owned(model: Any) -> Owned:

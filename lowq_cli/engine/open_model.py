@@ -51,7 +51,7 @@ def ready(
             model = load_model(source, chosen)
         if source.folder is not None:
             tuned_by(model, str(source.folder))
-            owned(model).folder = str(source.folder)
+            owned(model).folder, owned(model).mapped = str(source.folder), (*source.mapped_files.values(),)
         return model, tokenizer(source)
 
 

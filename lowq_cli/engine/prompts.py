@@ -10,6 +10,7 @@ from typing import Any
 
 from lowq_cli.calibrate.texts import check_ids
 from lowq_cli.engine.detokenize import shown_tokens
+from lowq_cli.engine.model_record import owned
 from lowq_cli.engine.rope import reach
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.stopping import check
@@ -119,6 +120,7 @@ def stream(
         decoder = decoder_of(model, kv)
     limited_by = "length" if room == max_new_tokens else "context"
     how: dict[str, Any] = {"stop_ids": stop_ids(model, tokenizer), "limited_by": limited_by, "began": began, "stop": stops}
+    how["check_files"] = owned(model).check_files
     if model.device.type == "cuda":
         from lowq_cli.engine.precompiling import warm
 

@@ -89,6 +89,7 @@ class Generation:
         self.limited_by: str = how["limited_by"]
         self.began: float = how["began"]
         self.prepare: Callable[[], object] = how.get("prepare", lambda: None)  # compiles the kernels that it needs
+        self.check_files: Callable[[], object] = how.get("check_files", lambda: None)  # after each step, before its tokens
         self.drafting: FromHost | OnDevice | None = how.get("drafting")
         self.why_no_drafts: str = how.get("why_no_drafts", "")
         self.shown: list[Shown | None] = how.get("shown", [])  # the images of each prompt
@@ -138,6 +139,7 @@ class Generation:
     def pieces(self) -> Iterator[tuple[int, str]]:
         """(sequence, piece) of all sequences, as they are generated."""
         for tokens in self.new_tokens():
+            self.check_files()
             for i in sorted(self._open):
                 for token in tokens[i]:
                     piece = self._take(i, token)

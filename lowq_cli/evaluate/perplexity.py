@@ -14,6 +14,7 @@ import torch
 
 from lowq_cli import console
 from lowq_cli.calibrate.texts import WINDOW, check_ids, read_utf8, tokenize, window_of, windows
+from lowq_cli.engine.model_record import owned
 from lowq_cli.engine.sampling import check_finite
 from lowq_cli.evaluate.logits import device_of, logits_of, warm_reading
 from lowq_cli.models import CausalModel
@@ -73,7 +74,7 @@ def evaluate(
         for which both models have the same likeliest token.
     Raises:
         UsageError: too short a text, tokens that the model lacks, or vocabularies of different size.
-        DamagedError: logits that are not finite numbers.
+        DamagedError: logits that are not finite numbers, or weights that were written over meanwhile.
     """
     cut = windows(ids, window, max_tokens)
     device = device_of(model)
@@ -100,6 +101,9 @@ def evaluate(
         if progress:
             done = min(start + batch, cut.shape[0])
             progress(100 * done // cut.shape[0], f"perplexity so far {_exp(nll / (done * (cut.shape[1] - 1))):.2f}")
+    for m in (model, reference):
+        if m is not None:
+            owned(m).check_files()
     predicted = cut.shape[0] * (cut.shape[1] - 1)
     report = Report(_exp(nll / predicted), cut.numel(), predicted, cut.shape[1])
     if reference is None:

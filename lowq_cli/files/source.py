@@ -17,6 +17,7 @@ from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
+from lowq_cli.files.mapped_file import MappedFile
 from lowq_cli.files.resolution import check_companions, check_config
 from lowq_cli.files.safetensors_io import (
     ITEMSIZE,
@@ -105,6 +106,7 @@ class Source:
     pinned: bool = False  # `read` into pinned pages, which a GPU copies asynchronously
     _fds: dict[str, int] = field(default_factory=dict, repr=False)
     _maps: dict[str, mmap.mmap] = field(default_factory=dict, repr=False)
+    mapped_files: dict[str, MappedFile] = field(default_factory=dict, repr=False)  # those of which `mapped` gave views
     _opening: RLock = field(default_factory=RLock, repr=False)  # tensors are read by several threads
 
     @property
@@ -190,6 +192,7 @@ class Source:
             return None
         with self._opening:
             if file not in self._maps:
+                self.mapped_files[file] = MappedFile(self._fd(file), self.files[file].path)
                 self._maps[file] = mmap.mmap(self._fd(file), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         count = sum(h.numel for h in headers)
         return torch.frombuffer(self._maps[file], dtype=torch_dtype(headers[0].dtype), count=count, offset=first)

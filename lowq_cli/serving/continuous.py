@@ -21,6 +21,7 @@ import torch
 
 from lowq_cli.engine import plan as plans
 from lowq_cli.engine.drafts.drafter import PagedDrafter
+from lowq_cli.engine.model_record import owned
 from lowq_cli.engine.state import BLOCK
 from lowq_cli.serving.block_pool import START
 from lowq_cli.serving.cache_allocator import PIECE, make_cache
@@ -130,6 +131,7 @@ class ContinuousEngine:
         self.drafts, self.why_no_drafts = choice.begin(self.passes, self.scheduler, special, cache.drafter)
         self.pipeline = PassPipeline(self.passes, special, self.drafts)
         self.limits = Limits(cache.longest, most, waiting, cache.tokens, cache.bytes)
+        self._check_files = owned(model).check_files
         self._changed = threading.Condition()
         self._incoming: list[Sequence] = []
         self._cancelled: set[int] = set()
@@ -357,6 +359,7 @@ class ContinuousEngine:
                 if device_lost(e):
                     raise  # no sequence can go on
                 event = failed(e)
+            self._check_files()
             self._end(text)
             self._sink([(text.number, event)])
         if not self._to_read:
@@ -370,6 +373,7 @@ class ContinuousEngine:
         plan = self._pass()
         events, self._events = self._events, []
         if events:  # only now: while a thread that takes them runs, this one could not launch the pass
+            self._check_files()
             self._sink(events)
         if self.drafts is not None:
             self.drafts.end_turn(plan, size, self._new_tokens - tokens)

@@ -11,8 +11,10 @@ import torch
 
 from lowq_cli import memory
 from lowq_cli.engine.decoders import decoder_of
+from lowq_cli.engine.model_record import owned
 from lowq_cli.engine.prompts import context_limit
 from lowq_cli.engine.sampling import Sampling
+from lowq_cli.files.mapped_file import OverwrittenError
 from lowq_cli.serving.fairness import Turns
 from lowq_cli.serving.prompt_queries import PromptReader
 from lowq_cli.serving.request import Busy, Done, Draw, Event, Limits, Request, Sink, Stats, check, check_unstarted, failed
@@ -59,7 +61,7 @@ class SequentialEngine:
     ) -> None:
         self.model, self.reason, self.room = model, reason, room
         self.decoder: Any = decoder_of(model, kv)
-        self._reader = PromptReader(model, kv)
+        self._reader, self._check_files = PromptReader(model, kv), owned(model).check_files
         self.vocabulary = model.get_output_embeddings().weight.shape[0]
         self.limits = _limits(model, waiting, kv, cache_bytes)
         self._changed = threading.Condition()
@@ -144,7 +146,7 @@ class SequentialEngine:
                 self._sink([(self._running, Event(finish_reason="cancelled"))])
             except Exception as e:  # any error of one request: the others are answered all the same
                 self._sink([(self._running, failed(e))])
-                if device_lost(e):
+                if device_lost(e) or isinstance(e, OverwrittenError):
                     self._end(f"the engine has stopped: {one_line(e)}")
             self._busy_s += time.monotonic() - began
             with self._changed:
@@ -163,7 +165,9 @@ class SequentialEngine:
     def _answer(self, number: int, request: Request) -> None:
         """Compute one request, with one event per token."""
         if request.read is not None:
-            self._sink([(number, Event(finish_reason="stop", read=self._reader(request.prompt, request.read)))])
+            read = self._reader(request.prompt, request.read)
+            self._check_files()
+            self._sink([(number, Event(finish_reason="stop", read=read))])
             self._reader.release()
             return
         prompt, draw, tokens, picker = list(request.prompt), request.draw, list[int](), None
@@ -191,6 +195,7 @@ class SequentialEngine:
             elif len(tokens) == request.max_tokens:
                 finish = "length"
             logprob, top = (None, ()) if picker is None else picker.logprobs()
+            self._check_files()
             self._sink([(number, Event(tokens[-1], logprob, top, finish))])
 
     def _go_on(self, number: int) -> None:

@@ -1,6 +1,9 @@
 """Weights that lie in a file as a CPU computes with them are mapped, not copied."""
 
 import json
+import queue
+import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -8,11 +11,18 @@ import torch
 from safetensors.torch import save_file
 
 from lowq_cli.engine import native_loader
+from lowq_cli.engine.open_model import ready
 from lowq_cli.engine.parallel_read import Reader
+from lowq_cli.engine.prompts import stream
+from lowq_cli.evaluate.perplexity import evaluate
 from lowq_cli.files.source import open_source
 from lowq_cli.run.pipeline import quantize
+from lowq_cli.serving.continuous import ContinuousEngine
+from lowq_cli.serving.request import Request
+from lowq_cli.serving.sequential import SequentialEngine
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_kernels.products.cpu import native
+from lowq_packers.errors import DamagedError
 
 CPU = torch.device("cpu")
 UP, DOWN = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("up", "down"))
@@ -76,3 +86,72 @@ def test_a_model_holds_no_copy_of_mapped_tensors(folder):
         mapped = [m for m in result if within(m.weight, source)]  # others are joined: q, k and v, gate and up
         assert {m.layout for m in mapped} == {"cpu"}
         assert len(mapped) == 2 * len(model.plan.states) + 1  # o and down, and the head
+
+
+@pytest.fixture
+def copied(folder, tmp_path):
+    """A copy of the folder that a test may write into, and its weights."""
+    copy = shutil.copytree(folder, tmp_path / "model")
+    return copy, copy / "model.safetensors"
+
+
+def written_over(weights):
+    """As `cp` of another model's file of the same size over it; the file stays the same one."""
+    raw = weights.read_bytes()
+    number = weights.stat().st_ino
+    weights.write_bytes(raw[: len(raw) // 2] + raw[: len(raw) - len(raw) // 2])
+    assert (weights.stat().st_ino, weights.stat().st_size) == (number, len(raw))
+
+
+def replaced(weights):
+    """As `mv` of another file over it."""
+    new = weights.with_name("new")
+    new.write_bytes(bytes(weights.stat().st_size))
+    new.rename(weights)
+
+
+def test_an_answer_from_weights_that_were_written_over_ends_with_an_error(copied):
+    model, tokenizer = ready(copied[0], "cpu")
+    pieces = iter(stream(model, tokenizer, "abc", max_new_tokens=40, stop=[], chat=False).pieces())
+    next(pieces)
+    written_over(copied[1])
+    with pytest.raises(DamagedError, match=r"model\.safetensors was written over while its pages are in use"):
+        next(pieces)
+    with pytest.raises(DamagedError):  # nor is another answer begun
+        list(stream(model, tokenizer, "abc", max_new_tokens=4))
+
+
+def test_a_measurement_of_weights_that_were_written_over_ends_with_an_error(copied):
+    model, _ = ready(copied[0], "cpu")
+    ids = torch.arange(64) % 50
+    assert evaluate(model, ids, window=16).ppl > 1
+    with pytest.raises(DamagedError, match="was written over"):
+        evaluate(model, ids, window=16, progress=lambda percent, note: written_over(copied[1]))
+
+
+@pytest.mark.parametrize("change", [replaced, Path.unlink], ids=["replaced", "removed"])
+def test_a_file_that_is_replaced_or_removed_as_a_whole_changes_no_answer(copied, change):
+    model, tokenizer = ready(copied[0], "cpu")
+    expected = list(stream(model, tokenizer, "abc", max_new_tokens=8))
+    change(copied[1])
+    assert list(stream(model, tokenizer, "abc", max_new_tokens=8)) == expected
+
+
+@pytest.mark.parametrize("kind", [ContinuousEngine, SequentialEngine])
+def test_an_engine_ends_when_its_weights_are_written_over(copied, kind):
+    model, _ = ready(copied[0], "cpu")
+    engine, events = kind(model, waiting=4), queue.Queue()
+    engine.start(lambda batch: [events.put(event) for _, event in batch])
+    try:
+        engine.submit(Request((1, 2, 3), 2))
+        assert [events.get(timeout=60).finish_reason for _ in range(2)] == [None, "length"]
+        written_over(copied[1])
+        engine.submit(Request((1, 2, 3), 2))
+        last = events.get(timeout=60)
+        assert (last.token, last.finish_reason) == (None, "error")
+        assert "was written over" in last.message
+        while not engine.closed:
+            time.sleep(0.01)
+        assert "was written over" in engine.closed
+    finally:
+        engine.stop(0)

@@ -20,6 +20,7 @@ from engine_processes import engines_of
 from saying import Saying, byte_tokenizer
 from swaps import NAMES, TWO, make_models
 
+from lowq_cli.engine.model_record import file_facts
 from lowq_cli.serving.catalog import Offer, gather, read_config, seconds, size
 from lowq_cli.serving.http.model_pool import ModelPool
 from lowq_cli.serving.http.place import PROCESS, State
@@ -318,6 +319,34 @@ def test_a_mended_adapter_does_not_hold_up_other_requests(tmp_path):
         await running
         assert await use(pool, "a") == "a"
         assert log == [("begin", "a"), ("stop", "a"), ("begin", "a")]
+
+    run(go())
+
+
+@pytest.mark.parametrize(
+    ("change", "device", "loads"),
+    [
+        (lambda file: file.write_bytes(b"5678"), "cpu", 2),
+        (lambda file: file.write_bytes(b"5678"), "cuda:0", 1),  # holds a copy of the weights
+        (lambda file: (file.with_name("new").write_bytes(b"5678"), file.with_name("new").rename(file)), "cpu", 1),
+        (Path.unlink, "cpu", 1),
+        (lambda file: file.with_name("notes.txt").write_text(""), "cpu", 1),
+    ],
+    ids=["written over", "on a GPU", "replaced", "removed", "another file"],
+)
+def test_a_model_whose_mapped_weights_were_written_over_is_loaded_again(tmp_path, change, device, loads):
+    """A request that comes then waits for the load; none gets what was computed with the pages of two files."""
+    (tmp_path / "model.safetensors").write_bytes(b"1234")
+
+    async def go():
+        pool, log = pool_of("a")
+        await pool.start(lambda n, of: None)
+        assert await use(pool, "a") == "a"
+        pool.places["a"].model.facts = Facts(device=device, files=file_facts(str(tmp_path)))
+        assert await use(pool, "a") == "a"
+        change(tmp_path / "model.safetensors")
+        assert await use(pool, "a") == "a"
+        assert log.count(("begin", "a")) == loads
 
     run(go())
 

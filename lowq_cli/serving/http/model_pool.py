@@ -119,7 +119,7 @@ class ModelPool:
         place = await self._place(name)
         if place.closed and not self.only:
             self.loads.failed(place, place.closed)
-        if self.loads.load is not None and not place.busy and place.mended():
+        if self.loads.load is not None and not place.busy and (place.mended() or place.overwritten):
             self.loads.drain(place)
         if place.state is State.READY and place.model is not None:
             model = place.model
