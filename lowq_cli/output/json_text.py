@@ -46,7 +46,10 @@ def string(source: Source) -> Wait[str | None]:
 
 
 def value(source: Source, say: Say) -> Wait[None]:
-    """Pass one JSON value to `say` as it streams; invalid JSON is passed on up to the place where a value would end."""
+    """Pass one JSON value to `say` as it streams; invalid JSON is passed on up to the place where a value would end.
+
+    A < outside of quotes ends it, too: it is no JSON, and begins the closing tag of a call whose braces were not closed.
+    """
     depth, quoted, escaped = 0, False, False
     while True:
         end = None
@@ -63,7 +66,7 @@ def value(source: Source, say: Say) -> Wait[None]:
             elif c in "}]":
                 end = i if not depth else i + 1 if depth == 1 else None
                 depth -= 1
-            elif not depth and (c == "," or c.isspace()):
+            elif c == "<" or (not depth and (c == "," or c.isspace())):
                 end = i
             if end is not None:
                 break

@@ -201,6 +201,33 @@ def test_calls_are_read_out_of_text(text, said, calls, size):
     assert [(p.text, p.index) for p in parts if p.kind == "arguments"] == [('{"town": "Ulm"}', i) for i in range(calls)]
 
 
+UNCLOSED = [  # arguments as the model wrote them -> those of the call, and the text behind it
+    ('{"town": "Ulm"', '{"town": "Ulm"', " so"),  # a brace is missing: the tag is no JSON, and ends the call
+    ('{"town": ["Ulm", 1', '{"town": ["Ulm", 1', " so"),
+    ('{"town": "a </tool_call> b"}}', '{"town": "a </tool_call> b"}', " so"),  # a tag in a string is text
+    (
+        '{"town": "Ulm',
+        '{"town": "Ulm</tool_call> so',
+        "",
+    ),  # a quote is missing: the tag may be text
+    ('"{\\"town\\": \\"Ulm', '{\\"town\\": \\"Ulm</tool_call> so', ""),
+]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+@pytest.mark.parametrize(("written", "arguments", "behind"), UNCLOSED, ids=range(len(UNCLOSED)))
+def test_a_closing_tag_ends_arguments_except_within_quotes(written, arguments, behind, size):
+    """However the text is cut into pieces; a call behind a missing brace is a call."""
+    text = f'<tool_call>{{"name": "weather", "arguments": {written}</tool_call> so'
+    parts = pushed(text, Tools([WEATHER], "auto"), size)
+    assert "".join(p.text for p in parts if p.kind == "arguments") == arguments
+    assert "".join(p.text for p in parts if p.kind == "text") == behind
+    assert len([p for p in parts if p.kind == "call"]) == 1
+    if behind:
+        parts = pushed(f"{text}<tool_call>{CALL}</tool_call>", Tools([WEATHER], "auto"), size)
+        assert [p.text for p in parts if p.kind == "arguments" and p.index == 1] == ['{"town": "Ulm"}']
+
+
 def test_only_the_first_call_where_several_are_not_wanted():
     parts = pushed(f"[{CALL}, {CALL}]", Tools([WEATHER], "auto", several=False))
     assert [p.kind for p in parts] == ["call", "arguments"]
