@@ -17,7 +17,9 @@ MOST = 64 << 20  # max. bytes of a file: far more than any model's context
 def path_of(name: str) -> Path:
     """The file of a conversation. Raises UsageError for an invalid name, NotFoundError if this user has no home."""
     if not NAME.fullmatch(name):
-        raise UsageError(f"--session {name} must be a name of letters, digits, - and _, up to 64")
+        raise UsageError(
+            f"--session {name} must be a name of up to 64 letters, digits, and . _ -, of which . and - do not come first"
+        )
     return state_dir() / "sessions" / f"{name}.json"
 
 

@@ -42,7 +42,7 @@ def _metadata(path: Path, content: dict[str, Any], config: Mapping[str, Any], si
     folder, model = path.parent, content["model"]
     if model.get("type") != "BPE" or model.get("byte_fallback") or not isinstance(model.get("vocab"), dict):
         raise UnsupportedError(
-            f"its tokenizer is {model.get('type')} , not a byte-level BPE; convert it with llama.cpp's own script"
+            f"its tokenizer is {model.get('type')}, not a byte-level BPE; convert it with llama.cpp's own script"
         )
     tokens, kinds = [f"[PAD{i}]" for i in range(size)], [UNUSED] * size
     id_of = {**model["vocab"], **{t["content"]: t["id"] for t in content.get("added_tokens") or ()}}

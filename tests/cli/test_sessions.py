@@ -52,7 +52,7 @@ def test_a_running_server_answers_the_same_and_when_it_ends_the_conversation_goe
 
 def test_bad_names_and_damaged_conversations_are_refused(home):
     for name in ("", "../x", ".hidden", "a/b", "x" * 65):
-        with pytest.raises(UsageError, match="must be a name"):
+        with pytest.raises(UsageError, match="must be a name of up to 64"):
             sessions.path_of(name)
     sessions.write("a", "", [{"role": "user", "content": "half \udc80"}, {"role": "assistant", "content": "b"}])
     assert sessions.read("a")[1][0]["content"] == "half ?"
