@@ -9,8 +9,11 @@ import os
 import sys
 import tempfile
 
+import own_tree
 import pytest
-import torch
+
+own_tree.use()
+import torch  # noqa: E402  # imports lowq
 
 
 def pytest_addoption(parser):

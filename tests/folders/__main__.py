@@ -13,8 +13,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # `python -m` puts the checkout's folder on the path, where transformers would take our `kernels` for the package it knows
 sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != ROOT]
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "fuzz")]
 
+import own_tree  # noqa: E402
+
+own_tree.use()
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from published import FAMILIES  # noqa: E402

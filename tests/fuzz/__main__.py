@@ -13,6 +13,9 @@ ROOT = Path(__file__).parents[2]
 sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != ROOT]
 sys.path.insert(0, str(Path(__file__).parent))
 
+import own_tree  # noqa: E402
+
+own_tree.use()
 from lowq_cli import hf  # noqa: E402
 
 hf.leave_out()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -122,6 +123,29 @@ def test_it_runs_as_a_module(tmp_path):
     line = [sys.executable, "-m", "tests.fuzz", *numbers, "--out", str(tmp_path / "long.json")]
     subprocess.run(line, cwd=root, check=True, capture_output=True)
     assert sum(row["bent"] for row in json.loads((tmp_path / "long.json").read_text())["bends"].values()) == 5
+
+
+@pytest.mark.parametrize(("folder", "first"), [("fuzz", "campaign"), ("folders", "published")])
+def test_a_checkout_tests_its_own_sources(folder, first, tmp_path):
+    """In a git worktree, the packages that are installed are another checkout's, and were tested instead of the worktree's."""
+    root = Path(__file__).parents[2]
+    for name in (f"{folder}/__main__.py", "fuzz/own_tree.py"):
+        (tmp_path / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(root / "tests" / name, tmp_path / "tests" / name)
+    for package in ("lowq_cli", "kernels", "packers"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+    (tmp_path / "lowq_cli" / "hf.py").write_text("leave_out = int")
+    (tmp_path / "lowq.py").touch()
+    names = "lowq, lowq_cli, lowq_kernels, lowq_packers"
+    shown = f"import os, {names}; print(*(os.path.realpath(m.__file__) for m in ({names})), flush=True)"
+    both = f"{shown}\nimport subprocess, sys\nsubprocess.run([sys.executable, '-P', '-c', {shown!r}])\nsys.exit()"
+    (tmp_path / "tests" / folder / f"{first}.py").write_text(both)
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run([sys.executable, "-m", f"tests.{folder}"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    places = [Path(p) for p in done.stdout.split()]
+    assert len(places) == 8, done.stderr
+    assert all(p.is_relative_to(tmp_path) for p in places), places
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["a given text", "its own"])
