@@ -213,7 +213,10 @@ def leave_behind(model: str, keep_alive: str, flags: list[str]) -> str:
     import subprocess
     import time
 
-    folder().mkdir(0o700, parents=True, exist_ok=True)
+    from lowq_cli.state import writing
+
+    with writing(folder()):
+        folder().mkdir(0o700, parents=True, exist_ok=True)
     line = [sys.executable, "-P", "-c", "from lowq_cli.main import run; run()", "serve", model_path(model), "--local"]
     line += ["--keep-alive", keep_alive, "--quiet", *flags]
     log = folder() / "last.log"

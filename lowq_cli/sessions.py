@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from lowq_cli.state import writing
 from lowq_packers.atomic import write_whole
 from lowq_packers.errors import DamagedError, UsageError
 from lowq_packers.home import state_dir
@@ -26,6 +27,12 @@ def path_of(name: str) -> Path:
 def cache_of(name: str) -> Path:
     """The file of a conversation's cache (`engine.saved_cache`). Raises as `path_of`."""
     return path_of(name).with_suffix(".safetensors")
+
+
+def prepare(name: str) -> None:
+    """Check that the conversation can be saved, before it begins. Raises as `path_of`; UsageError where it cannot."""
+    with writing(path_of(name)):
+        path_of(name).parent.mkdir(parents=True, exist_ok=True)
 
 
 def read(name: str) -> tuple[str, list[dict[str, str]]]:

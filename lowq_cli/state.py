@@ -47,7 +47,12 @@ def writing(path: Path) -> Iterator[None]:
 
 def another_place(path: Path) -> str:
     """How a user has files written elsewhere than to `path`."""
-    return "name another cache folder: XDG_CACHE_HOME=DIR" if is_cached(path) else "use another --out"
+    if is_cached(path):
+        return "name another cache folder: XDG_CACHE_HOME=DIR"
+    with suppress(NotFoundError):
+        if path.absolute().is_relative_to(state_dir().absolute()):
+            return "name another state folder: XDG_STATE_HOME=DIR"
+    return "use another --out"
 
 
 def name_of(model: str | os.PathLike[str]) -> str:

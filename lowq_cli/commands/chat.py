@@ -136,6 +136,7 @@ def chat(
     Settings(**{n: v for n, v in given.items() if v is not None}, **others).check()
     before: list[dict[str, str]] = []
     if session is not None:
+        sessions.prepare(session)
         saved_system, before = sessions.read(session)
         if before and system and system != saved_system:
             raise UsageError(f"the session {session} exists already; leave --system out, or use another name")
@@ -204,11 +205,14 @@ def _greet(speaker: "LocalModel | ServerModel", settings: Settings, session: str
 
 
 def _keep(session: str | None, talk: Any) -> None:
-    """Save a session's conversation."""
+    """Save a session's conversation; where that fails, such as on a full disk, it goes on."""
     if session is not None:
         from lowq_cli import sessions
 
-        sessions.write(session, talk.system, [{**m, "content": _said(m["content"])} for m in talk.messages])
+        try:
+            sessions.write(session, talk.system, [{**m, "content": _said(m["content"])} for m in talk.messages])
+        except LowqError as e:
+            console.say(str(e))
 
 
 def _obey(name: str, rest: str, talk: Any, settings: Settings, begin: Callable[[str], Any]) -> Any:

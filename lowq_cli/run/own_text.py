@@ -214,6 +214,8 @@ class _Author:
         return encode(self.tokenizer, turn, chat=True)
 
     def _load(self) -> None:
+        with writing(self.plan.folder):  # before the text is written, which would be lost
+            self.plan.folder.mkdir(parents=True, exist_ok=True)
         name = self.plan.model
         if self.plan.bits < 16:
             assert self.make

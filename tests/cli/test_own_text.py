@@ -13,6 +13,7 @@ from checkpoints import RARE, WORDS, write_byte_tokenizer
 from folders import files
 from typer.testing import CliRunner
 
+from lowq_cli import main
 from lowq_cli.calibrate import texts
 from lowq_cli.calibrate.expert_usage import Visits
 from lowq_cli.files.folder import unfinished
@@ -298,3 +299,14 @@ def test_the_command_shows_the_writing_for_a_budget_and_says_of_a_dry_run_what_i
     assert "seed 0: already written" in " ".join(result.output.split())
     assert "dry run: nothing was written into OUT" in result.output
     assert not (tmp_path / "o").exists()
+
+
+def test_a_cache_that_cannot_be_written_is_refused_before_the_text_is_generated(tmp_path, monkeypatch, capsys):
+    """The text was generated, and lost."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    line = ["quantize", "demo", "--method", "gptq", "--calib", "self", "--calib-tokens", "4096", "--device", "cpu"]
+    assert main.main([*line, "--out", str(tmp_path / "out")]) == 2
+    err = capsys.readouterr().err
+    assert err.endswith("Not a directory; name another cache folder: XDG_CACHE_HOME=DIR\n")
+    assert "50%" not in err

@@ -12,7 +12,7 @@ import time
 import forking
 import pytest
 
-from lowq_cli import running
+from lowq_cli import main, running
 from lowq_cli.running import Declined
 
 PROMPTS = ("Once upon a time", "The king", "In the morning she went")
@@ -266,3 +266,10 @@ def test_its_paths_are_not_served_to_others(home):
         for path in ("/lowq/info", "/lowq/stop", "/lowq/text"):
             assert client.post(path, json={}).status_code == 404
             assert client.get(path).status_code == 404
+
+
+def test_a_state_folder_that_cannot_be_written_names_the_way_out(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    assert main.main(["generate", "demo", "--prompt", "Once", "--device", "cpu", "--keep-alive", "9s"]) == 2
+    assert capsys.readouterr().err.endswith("Not a directory; name another state folder: XDG_STATE_HOME=DIR\n")

@@ -1,12 +1,15 @@
 """lowq chat --session: a conversation goes on where it was left, in this process or by a running server."""
 
+import errno
+import io
 import json
 import os
+from pathlib import Path
 
 import pytest
 from test_running import home, left_behind, lowq
 
-from lowq_cli import sessions
+from lowq_cli import main, sessions
 from lowq_packers.errors import DamagedError, UsageError
 
 __all__ = ["home"]
@@ -63,3 +66,21 @@ def test_bad_names_and_damaged_conversations_are_refused(home):
         sessions.path_of("a").parent.chmod(0o500)
         with pytest.raises(UsageError, match="cannot be written"):
             sessions.write("a", "", [])
+
+
+def test_a_session_that_cannot_be_saved_is_refused_before_it_begins(monkeypatch, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("XDG_CACHE_HOME", os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache")))
+    assert main.main(["chat", "demo", "--device", "cpu", "--session", "trip"]) == 2
+    assert capsys.readouterr().err.endswith("Not a directory; name another state folder: XDG_STATE_HOME=DIR\n")
+
+
+def test_a_full_disk_does_not_end_a_conversation(home, monkeypatch, capsys):
+    def full(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sessions, "write_whole", full)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Once\nTwice\n"))
+    assert main.main(["chat", "demo", "--device", "cpu", "--session", "trip", "--max-new-tokens", "3"]) == 0
+    assert capsys.readouterr().err.count("No space left on device; the conversation is not kept") >= 2

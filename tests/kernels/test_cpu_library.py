@@ -213,3 +213,10 @@ def test_a_failed_build_leaves_no_compiler_running(tmp_path):
         building.build(str(cxx), {"neon.cpp": (), "avx2.cpp": ()}, tmp_path)
     assert e.value.output == "no\n"
     assert not Path("/proc", pid.read_text().strip()).exists()
+
+
+def test_a_cache_folder_that_cannot_be_written_is_named_with_the_way_out(tmp_path):
+    (tmp_path / "file").touch()
+    there, _, why_not = Machine(tmp_path).ask(XDG_CACHE_HOME=str(tmp_path / "file"))
+    place = f"{tmp_path}/file/lowq cannot be written: Not a directory; name another cache folder: XDG_CACHE_HOME=DIR"
+    assert (there, why_not.replace("/lowq/cpu", "/lowq")) == ("False", place)

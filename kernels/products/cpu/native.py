@@ -124,6 +124,8 @@ def _found() -> tuple[ctypes.CDLL | None, int, str]:
         path = ready or _built(str(cxx), units)
     except (OSError, LowqError, subprocess.SubprocessError) as e:
         log = str(getattr(e, "output", None) or getattr(e, "stderr", None) or e).strip()
+        if isinstance(e, OSError) and e.filename not in (None, cxx):
+            return None, 0, f"{e.filename} cannot be written: {e.strerror}; name another cache folder: XDG_CACHE_HOME=DIR"
         whose = f"{cxx} does not build them" if isinstance(e, subprocess.SubprocessError) else "they cannot be stored"
         return None, 0, f"{whose}: {(log or repr(e)).splitlines()[0]}"
     try:
