@@ -27,7 +27,7 @@ import typer
 
 from lowq_cli import commands, console, hf, ranks
 from lowq_cli.commands import EXIT_INTERRUPTED
-from lowq_packers.errors import DamagedError, LowqError, UsageError, disk_full
+from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UsageError, disk_full
 
 EXIT_OUR_BUG = 1
 EXIT_USAGE = 2
@@ -106,6 +106,14 @@ def _check_filled(function: Callable[..., None], given: dict[str, Any]) -> None:
             raise UsageError(f"{where} is empty; give a value, or leave it out")
 
 
+def _check_place() -> None:
+    """Refuse a working folder that was deleted: relative paths mean nothing there, and torch's libraries end the process."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise NotFoundError("the working folder does not exist any more; change to another one (cd)") from None
+
+
 def _guarded(function: Callable[..., None]) -> Callable[..., None]:
     """The command, with Ctrl-C and a closed stdout passed to `main` instead of Typer."""
 
@@ -114,6 +122,7 @@ def _guarded(function: Callable[..., None]) -> Callable[..., None]:
         global _entered
         _entered = True
         try:
+            _check_place()
             _check_filled(function, kwargs)
             function(*args, **kwargs)
         except KeyboardInterrupt as e:

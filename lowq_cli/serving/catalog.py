@@ -204,7 +204,7 @@ def _exists(path: Path, where: str) -> bool:
 
 
 def _in_folder(folder: Path, name: str) -> Path:
-    return folder / state.user_path(name)
+    return (folder / state.user_path(name)).absolute()
 
 
 def gather(config: Config, folders: Sequence[str] = (), first: Offer | None = None) -> dict[str, Offer]:

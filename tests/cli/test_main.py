@@ -395,3 +395,15 @@ def test_tritons_digest_is_computed_during_torchs_import_with_a_gpu(monkeypatch)
         monkeypatch.setattr(devices, "gpus", lambda there=there: there)
         devices.make_context(0, 0)
         assert asked.wait(60 if expected else 0.1) == expected
+
+
+@pytest.mark.parametrize("command", ["ls", "quantize demo --dry-run", "generate demo --prompt Once", "run demo 'Once upon'"])
+def test_a_working_folder_that_was_deleted_is_one_line(command, tmp_path):
+    """torch's libraries end a process there, with a message of their own; other commands had an internal error."""
+    line = f"mkdir gone; cd gone; rmdir ../gone; {LOWQ} {command}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (
+        3,
+        "lowq: the working folder does not exist any more; change to another one (cd)\n",
+    )
+    assert main.main(["quantize", "--help"]) == 0

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,12 +22,14 @@ from saying import Saying, byte_tokenizer
 from swaps import NAMES, TWO, make_models
 
 from lowq_cli.engine.model_record import file_facts
+from lowq_cli.files.source import DEMO, open_source
 from lowq_cli.serving.catalog import Offer, gather, read_config, seconds, size
 from lowq_cli.serving.http.model_pool import ModelPool
+from lowq_cli.serving.http.opening import Arguments
 from lowq_cli.serving.http.place import PROCESS, State
 from lowq_cli.serving.http.refusal import Refusal
 from lowq_cli.serving.http.served_model import Facts, Refused, ServedModel
-from lowq_packers.errors import LowqError, UsageError
+from lowq_packers.errors import LowqError, NotFoundError, UsageError
 
 SCRIPT = Path(__file__).parents[1] / "fuzz" / "swaps.py"
 
@@ -749,3 +752,19 @@ def test_a_server_of_many_reads_its_file_again_and_ends_while_it_loads(four, tmp
         until(lambda: states(s)["two"] == "loading")
         assert s.stop() == 0
         assert b"the server is stopping" in whole(waits)
+
+
+@pytest.mark.parametrize("name", ["m", "org/m"])
+def test_a_folder_that_is_gone_is_not_looked_for_on_the_hub(name, tmp_path, monkeypatch):
+    """A relative path has the form of a hub id, under which anybody may have published something."""
+    shutil.copytree(DEMO, tmp_path / name)
+    (tmp_path / "models.toml").write_text(f'[models.second]\npath = "{name}"\n')
+    monkeypatch.chdir(tmp_path)
+    alone = Arguments(name, (), None, None, None, None)
+    listed = Arguments(None, (), "models.toml", None, None, None)
+    before = [arguments.read() for arguments in (alone, listed)]
+    shutil.rmtree(name)
+    assert [next(iter(offers.models.values())).path for offers in before] == [str(tmp_path / name)] * 2
+    for read in (alone.read, lambda: open_source(before[1].models["second"].path)):  # as at SIGHUP; as for a request
+        with pytest.raises(NotFoundError, match=f"there is no folder {tmp_path / name}"):
+            read()

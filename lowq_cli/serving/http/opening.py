@@ -30,6 +30,11 @@ class Arguments:
     lora: Mapping[str, str] = field(default_factory=dict)
     kv_host: str | None = None
 
+    def __post_init__(self) -> None:
+        """A folder or file stays one: once it is gone, its relative path must not be taken for a hub id and fetched."""
+        if self.ckpt not in (None, "demo") and (path := state.user_path(self.ckpt)).exists():
+            object.__setattr__(self, "ckpt", str(path.absolute()))
+
     @property
     def one(self) -> bool:
         """Whether the server has one model, which stays loaded as long as it runs."""
