@@ -25,7 +25,7 @@ _errors: TextIO | None = None  # the stream for errors after `only_errors`
 json_wanted = False  # whether this run was given --json: then an error is also one JSON object
 json_is_out = False  # whether this run has printed its one JSON object
 quiet = False  # whether only results and errors are printed: --quiet
-WIDE = 100  # columns; wider terminals get a long progress bar
+WIDE, SLIM = 100, 48  # columns: wider terminals get a long progress bar; narrower ones get none, to show time and percent
 NARROWEST = 8  # min. width, in columns, of a table cell that is broken over several lines
 
 
@@ -282,7 +282,9 @@ def progress(label: str, total: int, began: float | None = None) -> Iterator[Cal
         return kind(*args, **how, table_column=Column(no_wrap=True, min_width=how.get("bar_width", 3)))
 
     rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")  # on a narrow terminal the note is truncated
-    columns = [whole(TextColumn, "[bold]{task.description}"), whole(BarColumn, bar_width=28 if stderr().width > WIDE else 10)]
+    columns = [whole(TextColumn, "[bold]{task.description}")]
+    if stderr().width > SLIM:
+        columns.append(whole(BarColumn, bar_width=28 if stderr().width > WIDE else 10))
     columns += [whole(TaskProgressColumn), whole(TimeElapsedColumn), whole(TextColumn, "eta"), whole(TimeRemainingColumn)]
     columns += [TextColumn("{task.fields[note]}", markup=False, table_column=rest)]
     with Progress(*columns, console=stderr(), transient=True, expand=True) as bar:

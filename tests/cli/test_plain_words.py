@@ -47,7 +47,7 @@ def test_an_error_of_widths_names_the_other_option(text, capsys):
     assert ("--bpw" in err) == (text not in ("-1", "99999999999999999999")), err
 
 
-@pytest.mark.parametrize("width", [60, 80, 120])
+@pytest.mark.parametrize("width", [40, 50, 60, 80, 120])
 def test_a_narrow_terminal_shows_bar_time_and_eta_and_cuts_the_name(width, monkeypatch):
     shown = io.StringIO()
     terminal = Console(file=shown, force_terminal=True, width=width, height=24, color_system=None)
