@@ -50,10 +50,11 @@ class _Progress:
 
 @cache
 def stderr() -> "Console":
-    """The Rich console on stderr; at least 100 columns wide if stderr is not a terminal."""
+    """The Rich console on stderr; 110 columns wide if stderr is not a terminal and COLUMNS names no width."""
     from rich.console import Console
 
-    width = None if sys.stderr.isatty() else int(os.environ.get("COLUMNS", "110"))
+    columns = os.environ.get("COLUMNS", "")
+    width = None if sys.stderr.isatty() else int(columns) if columns.isdecimal() and int(columns) else 110
     return Console(file=cast(TextIO, _Progress()), highlight=False, width=width)
 
 

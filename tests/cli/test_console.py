@@ -117,3 +117,14 @@ def test_quiet_leaves_results_and_errors(capsys, monkeypatch):
 def test_an_export_ends_with_the_next_command(capsys):
     show(Exported("my model.gguf", "gguf", 7_100_000, 42, ("llama.cpp",), ()))
     assert "or llama-cli -m 'my model.gguf'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("columns", "width"), [("", 110), ("abc", 110), ("0", 110), ("-5", 110), ("60", 60)])
+def test_columns_that_are_no_width_do_not_end_the_work(columns, width, monkeypatch):
+    """They were an internal error of `lowq quantize 2> log`."""
+    monkeypatch.setenv("COLUMNS", columns)
+    console.stderr.cache_clear()
+    try:
+        assert console.stderr().width == width
+    finally:
+        console.stderr.cache_clear()
