@@ -44,6 +44,7 @@ ROUND = {  # (file, call) -> why it need not go through the door
     ("lowq_cli/interop/foreign.py", "torch.load"): "the name of the open file",
     ("lowq_cli/interop/vllm_speed.py", "out.read_text"): "what a process of ours has just written",
     ("lowq_cli/memory.py", "read_text"): "files of the kernel's",
+    ("lowq_cli/files/folder.py", "read_text"): "a file of the kernel's",
     ("lowq_cli/quantizers/__init__.py", "path.open"): "the package's own sources",
     ("lowq_cli/quantizers/__init__.py", "read_text"): "the package's own sources",
     ("lowq_cli/run/own_text_plan.py", "safe_open"): "the name of the open file",
