@@ -149,9 +149,10 @@ def check_apart(target: Path, source: Path | None) -> None:
         raise UsageError(f"{target} lies in {source}, the folder of the model itself; use --out with a folder outside of it")
 
 
-def free_bytes(out: Path) -> int:
-    """Free bytes of the disk on which `out` is or will be."""
-    return shutil.disk_usage(_nearest(out)).free
+def free_bytes(out: Path) -> int | None:
+    """Free bytes of the disk on which `out` is or will be; None where its file system does not say, as some of a network."""
+    usage = shutil.disk_usage(_nearest(out))
+    return usage.free if usage.total else None
 
 
 def _nearest(path: Path) -> Path:
@@ -165,7 +166,7 @@ def check_room(nbytes: int, out: Path, fewer: str = "", free: int | None = None)
     fewer: what else than room helps, such as "use fewer bits". free: the free bytes, if they are known.
     """
     free = free_bytes(out) if free is None else free
-    if nbytes > free:
+    if free is not None and nbytes > free:
         ways = ", ".join(filter(None, ("make room", fewer)))
         raise DoesNotFitError(f"needs {size(nbytes)} of disk, {out} has {size(free)} free; {ways}, or {another_place(out)}")
 

@@ -42,7 +42,7 @@ class Budget:
     peak_bytes: int  # resident memory of the whole process
     available_bytes: int | None
     disk_bytes: int  # bytes that are not written yet
-    disk_free_bytes: int
+    disk_free_bytes: int | None
     seconds: float | None
     within: int = 1  # the run may take this factor longer or shorter than `seconds`; 1 if samples of all the work were timed
 
