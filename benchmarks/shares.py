@@ -128,7 +128,7 @@ def measure(args: argparse.Namespace, seed: int, start: str) -> None:
                 trained = prepared(part, self.given)
                 with tempfile.TemporaryDirectory() as folder:
                     if part != "walked":
-                        copied = [t.clone() if isinstance(t, torch.Tensor) else t for t in text[:-1]]
+                        copied = [list(t) if isinstance(t, list) else t for t in text[:-1]]  # a training changes its lists
                         losses = [step.loss for step in self.training(trained, copied, Path(folder))]
                     else:
                         losses = []
@@ -143,8 +143,7 @@ def measure(args: argparse.Namespace, seed: int, start: str) -> None:
         def training(self, trained: end_to_end.EndToEnd, text: list[Any], folder: Path) -> Iterator[Any]:
             trained._write = lambda *_: None  # type: ignore[method-assign]
             trained.loss = lambda *_: 0.0  # type: ignore[method-assign]  # of use to _write alone
-            ids, start, targets, others = text
-            yield from trained.run(ids, start, targets, others, folder)
+            yield from trained.run(*text, folder)
 
     original = calibration.EndToEnd, calibration.better, distill.quantize, calibration.rounds_both_sides
     calibration.EndToEnd = Parts  # type: ignore[assignment, misc]

@@ -100,13 +100,18 @@ class Calibration:
             pictured = Pictured(source, self.blocks.base, tokenizer, text, count, texts.window_of(self.blocks.model))
             self.blocks.pictures = pictured
         self.ids = pictured.ids if pictured else text.windows(tokenizer, count, self.blocks.model)
+        self.later = text.later_windows(self.blocks.model)
         self.tokens = self.ids.numel()
         self.distills = any(quantizers.needs_distilling(str(i.method)) for i in self.items.values())
         if any(quantizers.needs_learning(str(i.method)) for i in self.items.values()):
             rows = self.blocks.model.get_input_embeddings().weight.shape[0]
-            count = len(self.ids) // UNSEEN // texts.BATCH * texts.BATCH
-            unseen = texts.random_token_windows(tokenizer, count, rows, self.ids.shape[1])
-            self.ids = torch.cat([self.ids, pictured.before(unseen) if pictured else unseen])
+
+            def with_unseen(windows: torch.Tensor, seed: int = 0) -> torch.Tensor:
+                count = len(windows) // UNSEEN // texts.BATCH * texts.BATCH
+                unseen = texts.random_token_windows(tokenizer, count, rows, windows.shape[1], seed)
+                return torch.cat([windows, pictured.before(unseen) if pictured else unseen])
+
+            self.ids, self.later = with_unseen(self.ids), [with_unseen(w, n) for n, w in enumerate(self.later, 1)]
         dtypes = {i.name: i.outputs[0][1].dtype for i in plan.items if i.scheme is None}
         self.stored = {name: _dtype(dtype) for name, dtype in dtypes.items() if dtype in FLOATS}
         self.folder = folder / (STAGED + run_hash)
@@ -185,7 +190,7 @@ class Calibration:
             start = self.blocks.start(self.ids, texts.BATCH, tables)[0]
             dtypes = {n: _dtype(self.items[n].outputs[1][1].dtype) for n in files}
             yield from EndToEnd(self.blocks, self.items, dtypes, files, self.stored, len(start)).run(
-                self.ids, start, targets, others, self.folder
+                [self.ids, *self.later], start, targets, others, self.blocks.inside(tables), self.folder
             )
         self.layer_of = {n: polished(p) if p in files.values() else p for n, p in self.layer_of.items()}
         self.layer_of |= dict.fromkeys(valued(self.folder / AROUND), self.folder / AROUND)
@@ -338,7 +343,8 @@ class Calibration:
     def facts(self) -> dict[str, Any]:
         """The text, for the report: the recipe's name for it, its hash, the tokens read, and the seed if the model wrote it."""
         seed = {"seed": self.recipe.calib_seed} if self.text.ids is not None else {}
-        return {"text": self.text.name, "hash": self.text.digest, "tokens": self.tokens, **seed}
+        tokens = self.tokens + (0 if self.text.later is None else self.text.later.numel())
+        return {"text": self.text.name, "hash": self.text.digest, "tokens": tokens, **seed}
 
     def values(self, item: Item) -> torch.Tensor | None:
         """The new values (same shape) of an unquantized tensor that scales were folded into; None for any other tensor."""

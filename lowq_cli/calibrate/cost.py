@@ -9,7 +9,15 @@ import torch
 
 from lowq_cli import quantizers
 from lowq_cli.calibrate.learn import EPOCHS
-from lowq_cli.calibrate.requirements import ALONE_TOKENS, CURVED_TOKENS, UNSEEN, learns_alone, pass_count, rounds_both_sides
+from lowq_cli.calibrate.requirements import (
+    ALONE_TOKENS,
+    CURVED_TOKENS,
+    UNSEEN,
+    learns_alone,
+    part_count,
+    pass_count,
+    rounds_both_sides,
+)
 from lowq_cli.plan.plan import Item, Plan
 from lowq_cli.quantizers import _table_book, lsq, yaqa
 from lowq_packers.scheme import Scheme
@@ -131,7 +139,8 @@ def _operations(plan: Plan) -> tuple[float, float]:
     are two matmuls per stage; rounding a matrix (N, K) carries errors over its columns, as slow as ROUNDING matmuls by
     (K, K). The curvature takes one forward pass and one backward pass, which counts as two. Learning runs a layer once forwards
     and once backwards (which counts as two) per epoch, and also before and after; learning all layers together runs each once
-    more forwards, with the tables; a step takes LEARNING times as long as its matmuls, less where it is a CUDA graph.
+    more forwards, with the tables, and the original once where a pass has its own part of the text; a step takes LEARNING times
+    as long as its matmuls, less where it is a CUDA graph.
     """
     items = [i for i in plan.items if i.method and quantizers.needs_text(i.method)]
     tokens = plan.recipe.tokens
@@ -150,5 +159,5 @@ def _operations(plan: Plan) -> tuple[float, float]:
         alone = sum(i.params for i in items if learns_alone(i, weights))
         work += LEARNING * (min(read, ALONE_TOKENS) if distills else read) * 6 * (EPOCHS + 1) * alone
         if distills:
-            return work, read * (8 * pass_count(items, weights) + 4) * (sum(learning) + tables)
+            return work, read * (8 * pass_count(items, weights) + 2 * part_count(items, weights) + 2) * (sum(learning) + tables)
     return work, 0.0

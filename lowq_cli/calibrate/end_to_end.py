@@ -27,7 +27,7 @@ from lowq_cli.calibrate.layer_walk import Hidden
 from lowq_cli.calibrate.learn import WARM, Grid, repeatable, stored, weights_of
 from lowq_cli.calibrate.outside import Outside
 from lowq_cli.calibrate.requirements import STRAIGHT_CODES, PassDone, can_move, pass_count, rates, starts_straight, table_rate
-from lowq_cli.hf.layers import DecoderLayers, Others, following, is_norm
+from lowq_cli.hf.layers import DecoderLayers, Others, following, is_norm, run
 from lowq_cli.plan.plan import Item
 from lowq_cli.state import writing
 from lowq_packers.atomic import write_whole
@@ -106,24 +106,39 @@ class EndToEnd:
         self.outside = Outside(blocks, kept, table_rate(weights), fastest)
         self.optimizers.append(self.outside.optimizer)
 
-    def run(self, ids: torch.Tensor, start: Hidden, targets: Hidden, others: list[Others], folder: Path) -> Iterator[PassDone]:
-        """Train, and write a file next to each layer's; `files` then names the new ones. Yields after each pass over the text.
+    def run(
+        self,
+        parts: Sequence[torch.Tensor],
+        start: Hidden,
+        targets: Hidden,
+        others: list[Others],
+        tables: dict[str, torch.Tensor],
+        folder: Path,
+    ) -> Iterator[PassDone]:
+        """Train, and write a file next to each layer's; `files` then names the new ones. Yields after each pass over a part.
 
         Args:
-            ids: (n, T) token ids; start: the first layer's inputs in the quantized model, one tensor per batch.
-            targets: the last layer's outputs in the original. others: see `DecoderLayers.start`.
+            parts: (n, T) token ids of each part of the text; passes read them in turn.
+            start: the first layer's inputs in the quantized model, one tensor per batch of the first part.
+            targets: the last layer's outputs in the original; both lists then take those of other parts.
+            others: see `DecoderLayers.start`. tables: embeddings that are quantized, by the model's parameter.
             folder: finished passes are saved here, so that a killed run continues after them.
         """
         groups = [g for o in self.optimizers if o for g in o.param_groups]
         full = [float(g["lr"]) for g in groups]
-        words = ids.to(self.blocks.device).split(texts.BATCH)
+        batches = [len(ids.split(texts.BATCH)) for ids in parts]
+        of_pass = [number % len(parts) for number in range(self.passes)]
+        words, read = parts[0].to(self.blocks.device).split(texts.BATCH), 0
         with repeatable(), fast_products(), self.blocks.tail() as logits:
             done, before = self._resume(folder / STATE)
             if done == 0:
                 before = self.loss(logits, words, start, targets, others)
             train = self._recorded(partial(self._step, logits, others), others)
-            steps, step = self.passes * len(start), done * len(start)
+            steps, step = sum(batches[p] for p in of_pass), sum(batches[p] for p in of_pass[:done])
             for number in range(done, self.passes):
+                if of_pass[number] != read:
+                    read = of_pass[number]
+                    words = self._enter(parts[read], start, targets, others, tables)
                 total = torch.zeros((), dtype=torch.float64, device=self.blocks.device)
                 for i in torch.randperm(len(start), generator=torch.Generator().manual_seed(number)).tolist():
                     for group, rate in zip(groups, full, strict=True):
@@ -132,8 +147,28 @@ class EndToEnd:
                     step += 1
                 self._keep(folder / STATE, number + 1, before)
                 yield PassDone(number + 1, self.passes, float(total) / len(start))
+            if read:
+                words = self._enter(parts[0], start, targets, others, tables)
             after = self.loss(logits, words, start, targets, others)
         self._write(after < before, folder)
+
+    @torch.no_grad()
+    def _enter(
+        self, ids: torch.Tensor, start: Hidden, targets: Hidden, others: list[Others], tables: dict[str, torch.Tensor]
+    ) -> Words:
+        """Fill both lists for another part of the text, and return its batches. What they held goes first."""
+        words = ids.to(self.blocks.device).split(texts.BATCH)
+        start.clear()
+        targets.clear()
+        for batch in words:
+            start.append(self.blocks.entering(batch, tables))
+            targets.append(self.blocks.entering(batch, {}) if tables else start[-1])
+        for number, layer in enumerate(self.layers):
+            with self.blocks.layer(number) as module:
+                module.forward = layer.forward  # `entering` replaced it
+                for i in range(len(targets)):
+                    targets[i] = following(run(module, targets[i], others[number]), others[number], i)
+        return words
 
     def _forward(self, number: int, x: torch.Tensor, others: Others) -> torch.Tensor:
         """One quantized layer's output."""

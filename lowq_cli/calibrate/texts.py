@@ -28,13 +28,15 @@ SELF, BUNDLED = "self", "bundled"  # a recipe's names for the text that the mode
 class Text:
     """A calibration text: words, or the tokens (T,) that the model wrote itself. name: the recipe's name for it, e.g. a path.
 
-    pairs: images and the text of each; `words` fill the rest of their windows.
+    pairs: images and the text of each; `words` fill the rest of their windows. later: further parts (n, T), which only training
+    all layers together reads, one in each pass.
     """
 
     name: str
     words: str = ""
     ids: torch.Tensor | None = None
     pairs: tuple[tuple[Path, str], ...] = ()
+    later: torch.Tensor | None = None
 
     @classmethod
     def read(cls, path: str | None) -> Text:
@@ -51,6 +53,8 @@ class Text:
         """A hash of the contents."""
         raw = self.words.encode() if self.ids is None else self.ids.to(torch.int32).numpy().tobytes()
         sha = hashlib.sha256(raw)
+        if self.later is not None:
+            sha.update(self.later.to(torch.int32).numpy().tobytes())
         for file, words in self.pairs:
             sha.update(hashlib.sha256(read_given(file, "picture", MAX_TEXT)).digest() + words.encode() + b"\0")
         return sha.hexdigest()[:16]
@@ -60,6 +64,10 @@ class Text:
         ids = tokenize(tokenizer, self.words) if self.ids is None else self.ids.long()
         check_ids(ids.unique().tolist(), model.config.get_text_config().vocab_size)
         return choose_windows(ids, tokens, window_of(model))
+
+    def later_windows(self, model: CausalModel) -> list[torch.Tensor]:
+        """The windows (n, window) of each later part."""
+        return [choose_windows(ids.long(), len(ids), window_of(model)) for ids in self.later] if self.later is not None else []
 
 
 def read_text(path: str | None) -> str:
@@ -110,13 +118,18 @@ def choose_windows(ids: torch.Tensor, tokens: int, window: int) -> torch.Tensor:
     return cut[torch.linspace(0, len(cut) - 1, count).round().long()]
 
 
-def random_token_windows(tokenizer: Any, count: int, rows: int, window: int) -> torch.Tensor:
+def random_token_windows(tokenizer: Any, count: int, rows: int, window: int, seed: int = 0) -> torch.Tensor:
     """Tokens (count, window), sampled from the whole vocabulary without special tokens; the same on every run.
 
     rows: rows of the embedding; tokens beyond them are left out.
     """
-    words = torch.tensor(sorted(t for t in set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids) if t < rows))
-    return words[torch.randint(len(words), (count, window), generator=torch.Generator().manual_seed(0))]
+    return random_tokens(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids), rows, (count, window), seed)
+
+
+def random_tokens(words: set[int], rows: int, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Tokens of a shape, sampled from those of `words` that are below `rows`; the same on every run."""
+    known = torch.tensor(sorted(t for t in words if t < rows))
+    return known[torch.randint(len(known), shape, generator=torch.Generator().manual_seed(seed))]
 
 
 def windows(ids: torch.Tensor, window: int = WINDOW, max_tokens: int | None = None) -> torch.Tensor:

@@ -201,6 +201,10 @@ class DecoderLayers:
                 layer.forward = forward
             self._empty(self.model, self._rest)
 
+    def inside(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Values by checkpoint name -> by the model's parameter, for tensors outside the layers."""
+        return {t.inside: values[t.name] for t in self._rest if t.name in values}
+
     def entering(self, ids: torch.Tensor, values: Mapping[str, torch.Tensor]) -> Hidden:
         """The first layer's input for ids (n, T), differentiable in `values` of the model's parameters; for use in `tail`.
 

@@ -2,6 +2,8 @@
 
 A sequence begins with the model's beginning-of-text token, is sampled at temperature 1 and continues to its end or to the
 length of a window. A chat model generates half of the tokens as conversations: it generates opening turns and answers them.
+Training all layers together reads further parts, which nothing else reads. There a random token follows the beginning of every
+second sequence: what begins a document is mostly a title or a heading, and any token is amid one (LLM-QAT, arXiv:2305.17888).
 Each round of sequences is a file in the user's cache, named by model, device, seed and round number. A killed run therefore
 resumes after its last round, and a longer text begins with the shorter one. Self-calibration: arXiv:2410.17170; opening turns
 from the template alone: arXiv:2406.08464.
@@ -31,7 +33,7 @@ from lowq_cli.plan.plan import Plan
 from lowq_cli.plan.recipe import Recipe, make_recipe
 from lowq_cli.quantizers import FEW_TOKENS, needs_text
 from lowq_cli.run.events import TextStep
-from lowq_cli.run.own_text_plan import CHAT, GREEDY, PLAIN, Outlook, kept_round
+from lowq_cli.run.own_text_plan import BEGUN, CHAT, GREEDY, PLAIN, Outlook, kept_round
 from lowq_cli.state import writing
 from lowq_packers.atomic import write_whole
 from lowq_packers.errors import UnsupportedError
@@ -59,22 +61,18 @@ def write(plan: Outlook, make: Make | None, visits: Visits | None = None) -> Ste
     """
     author = _Author(plan, make)
     try:
-        kinds = author.kinds()
-        per_kind = -(-plan.tokens // len(kinds))
-        parts, done = [], 0
-        for kind in kinds:
-            number = mine = 0
-            while mine < per_kind:
-                ids = yield from author.round(kind, number, done + mine)
-                parts.append(ids[: per_kind - mine])
-                number, mine = number + 1, mine + len(ids)
-            done += per_kind
-        ids = torch.cat(parts)[: plan.tokens]
+        parts = []
+        for number in range(plan.parts):
+            pieces = []
+            for kind, count in author.shares(number):
+                pieces.append((yield from author.take(kind, count)))
+            parts.append(torch.cat(pieces)[: plan.tokens])
+        ids, *later = parts
         if visits:
             ids = torch.cat([ids, *(yield from author.more(ids, visits))])
     finally:
         author.close()
-    return texts.Text(texts.SELF, ids=ids)
+    return texts.Text(texts.SELF, ids=ids, later=torch.stack(later) if later else None)
 
 
 def continued(plan: Outlook, make: Make | None) -> Generator[TextStep, None, torch.Tensor]:
@@ -117,6 +115,9 @@ class _Author:
         self.model: Any = None
         self.threads = torch.get_num_threads()  # loading a decoder changes the thread count, on which calibrated bytes depend
         self.spent, self.made = 0.0, 0
+        self.rounds = dict.fromkeys((PLAIN, BEGUN, CHAT), 0)  # of each kind, that `take` has read
+        self.left = dict.fromkeys(self.rounds, torch.empty(0, dtype=torch.int32))  # of these rounds' tokens
+        self.drawn = 0  # their number of tokens
         self.copy = ExitStack()  # a copy is private to a process; rounds have the same bytes from every process
         with open_source(runnable(plan.model)) as source:
             self.tokenizer = open_model.tokenizer(source)
@@ -125,6 +126,22 @@ class _Author:
         """The kinds of text that it generates, in equal parts."""
         return (PLAIN, CHAT) if _opening(self.tokenizer) else (PLAIN,)
 
+    def shares(self, part: int) -> list[tuple[str, int]]:
+        """The kinds of text in a part, and the number of tokens of each. Half of the plain text of later parts is BEGUN."""
+        kinds = self.kinds()
+        each = -(-self.plan.tokens // len(kinds))
+        begun = each // 2 if part else 0
+        return [(PLAIN, each - begun), (BEGUN, begun), *((kind, each) for kind in kinds[1:])]
+
+    def take(self, kind: str, count: int) -> Generator[TextStep, None, torch.Tensor]:
+        """The next tokens (count,) of a kind."""
+        while len(self.left[kind]) < count:
+            ids = yield from self.round(kind, self.rounds[kind], self.drawn)
+            self.rounds[kind], self.drawn = self.rounds[kind] + 1, self.drawn + len(ids)
+            self.left[kind] = torch.cat([self.left[kind], ids])
+        taken, self.left[kind] = self.left[kind][:count], self.left[kind][count:]
+        return taken
+
     def round(self, kind: str, number: int, before: int) -> Generator[TextStep, None, torch.Tensor]:
         """One round of sequences (T,), from the cache or generated and stored there. before: tokens of earlier rounds."""
         path = self.plan.folder / f"{kind}-{number:05d}.safetensors"
@@ -132,11 +149,15 @@ class _Author:
             return ids
         text = (yield from self.round(PLAIN, number, before)) if kind == GREEDY else None
         if self.model is None:
-            yield TextStep(before, self.plan.tokens)
+            yield TextStep(min(before, self.plan.total), self.plan.total)
             self._load()
         began = time.monotonic()
         start = [encode(self.tokenizer, "")[:1]] * self.plan.side
-        seed = 4 * (self.plan.seed * 1_000_000 + number) + (2 if kind == CHAT else 0)
+        seed = 4 * (self.plan.seed * 1_000_000 + number) + {BEGUN: 1, CHAT: 2}.get(kind, 0)
+        if kind == BEGUN:
+            words = set(self.tokenizer.get_vocab().values()) - {t.token for t in self.tokenizer.added_tokens().values()}
+            first = texts.random_tokens(words, self.model.config.get_text_config().vocab_size, (self.plan.side, 1), seed)
+            start = [begin + token for begin, token in zip(start, first.tolist(), strict=True)]
         if kind == CHAT:
             opening = _opening(self.tokenizer)
             assert opening
@@ -171,7 +192,7 @@ class _Author:
         for number in range(SPARE, SPARE + ROUNDS):
             if len(batches) >= most or bool((seen >= FEW_TOKENS).all()):
                 break
-            new = texts.windows((yield from self.round(PLAIN, number, self.plan.tokens)), visits.window)
+            new = texts.windows((yield from self.round(PLAIN, number, self.plan.total)), visits.window)
             for window, counts in zip(new, visits(new.long().flatten()), strict=True):
                 if len(batches) < most and bool(counts[seen < FEW_TOKENS].any()):
                     batches.append(window)
@@ -200,7 +221,7 @@ class _Author:
                     pieces.append(tokens)
                     ended = [e or t in stops for e, t in zip(ended, tokens, strict=True)]
                 waiting = []
-                yield TextStep(min(before + n * len(prompts), self.plan.tokens), self.plan.tokens)
+                yield TextStep(min(before + n * len(prompts), self.plan.total), self.plan.total)
                 if all(ended):
                     break
         rows = [list(r) for r in zip(*pieces, strict=True)]

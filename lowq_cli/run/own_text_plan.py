@@ -13,10 +13,12 @@ from safetensors import SafetensorError, safe_open
 from lowq_cli import quantizers
 from lowq_cli.calibrate import texts
 from lowq_cli.calibrate.cost import fastest_s, operations
+from lowq_cli.calibrate.requirements import part_count
 from lowq_cli.console import duration
 from lowq_cli.files import memo
 from lowq_cli.files.source import Source
 from lowq_cli.memory import available_memory
+from lowq_cli.plan.plan import Plan
 from lowq_cli.plan.planner import make_plan
 from lowq_cli.plan.recipe import Recipe
 from lowq_packers.errors import DoesNotFitError, LowqError, NotFoundError
@@ -24,7 +26,7 @@ from lowq_packers.home import cache_dir
 from lowq_packers.regular import opened
 
 SIDE = {"cpu": 32, "cuda": 128}  # sequences per batch
-PLAIN, CHAT, GREEDY = "text", "chat", "greedy"
+PLAIN, BEGUN, CHAT, GREEDY = "text", "begun", "chat", "greedy"
 # Cost of a step in random values drawn: per token of the vocabulary (noise, softmax, copies), and per position and layer of
 # attention. The models story and base on one core: 3,107 and 1,953 tokens/s measured, 4,576 and 5,340 from matmuls alone.
 DRAWN, ATTENDED = 2.0, 3.0
@@ -37,7 +39,7 @@ COPIES = {8: 0.55, 4: 0.3}  # bits -> size of a quick copy relative to the 16-bi
 
 @dataclass(frozen=True)
 class Outlook:
-    """The plan of a text. bits: of the generating model; tokens: requested; seconds: estimate, 0 if the cache has all."""
+    """The plan of a text. bits: of the generating model; tokens: of each part; seconds: estimate, 0 if the cache has all."""
 
     model: str
     folder: Path  # in the user's cache
@@ -49,13 +51,19 @@ class Outlook:
     seconds: float
     held: int  # bytes of the generating model
     cached: int  # tokens in the cache
+    parts: int = 1  # of the text; passes that train all layers together read one each, everything else reads the first
+
+    @property
+    def total(self) -> int:
+        """The tokens of all parts."""
+        return self.tokens * self.parts
 
     @property
     def summary(self) -> str:
         """The text as a line of the printed plan."""
         by = "" if self.bits == 16 else f" by a quick {self.bits}-bit copy"
         when = f"about {duration(self.seconds)} to write" if self.seconds else "already written"
-        return f"calibrated on the model's own text, {self.tokens:,} tokens{by}, seed {self.seed}: {when}"
+        return f"calibrated on the model's own text, {self.total:,} tokens{by}, seed {self.seed}: {when}"
 
 
 def decide(model: str, source: Source, recipe: Recipe, device: torch.device) -> tuple[Recipe, Outlook | None, str]:
@@ -70,9 +78,10 @@ def decide(model: str, source: Source, recipe: Recipe, device: torch.device) -> 
         return recipe, None, ""
     why = ""
     try:
-        plan = outlook(model, source, recipe, device)
+        quantized = make_plan(source, recipe.uniform)
+        plan = outlook(model, source, recipe, device, parts=_parts(quantized))
         if recipe.calib is None:
-            writing, quantizing = WRITING * source.params * recipe.tokens, operations(make_plan(source, recipe.uniform))
+            writing, quantizing = WRITING * source.params * plan.total, operations(quantized)
             if writing > quantizing:
                 times = writing / max(quantizing, 1)
                 why = f"writing its own text would take {times:.1f} times as long as quantizing; --calib self writes it"
@@ -85,20 +94,28 @@ def decide(model: str, source: Source, recipe: Recipe, device: torch.device) -> 
     return replace(recipe, calib=texts.SELF), plan, plan.summary
 
 
-def outlook(model: str, source: Source, recipe: Recipe, device: torch.device, room: float | None = None) -> Outlook:
+def _parts(plan: Plan) -> int:
+    items = [i for i in plan.items if i.method and quantizers.needs_text(i.method)]
+    return part_count(items, sum(i.params for i in items))
+
+
+def outlook(
+    model: str, source: Source, recipe: Recipe, device: torch.device, room: float | None = None, parts: int = 1
+) -> Outlook:
     """The plan of generating a recipe's text. Raises DoesNotFitError if no copy fits, NotFoundError without a home folder.
 
-    room: bytes for the generating model; None: what the device has.
+    room: bytes for the generating model; None: what the device has. parts: of the text, each of the recipe's number of tokens.
     """
     side = _side(source, device)
     bits = generating_bits(source, device, room or _room(device))
     facts = [1, version("lowq"), source.identity, device.type, bits, side, texts.WINDOW, recipe.calib_seed]
     folder = cache_dir() / "own-text" / memo.key(facts)
-    present = sum(len(r) for kind in (PLAIN, CHAT) for r in kept_rounds(folder, kind))
-    left = max(0, recipe.tokens - present)
+    kinds = (PLAIN, BEGUN, CHAT) if parts > 1 else (PLAIN, CHAT)
+    present = sum(len(r) for kind in kinds for r in kept_rounds(folder, kind))
+    left = max(0, recipe.tokens * parts - present)
     seconds = left / _rate(folder, source, side, device) if left else 0.0
     held = int(source.nbytes * COPIES.get(bits, 1.0))
-    return Outlook(model, folder, device, bits, side, recipe.tokens, recipe.calib_seed, seconds, held, present)
+    return Outlook(model, folder, device, bits, side, recipe.tokens, recipe.calib_seed, seconds, held, present, parts)
 
 
 def kept_rounds(folder: Path, kind: str) -> Iterator[torch.Tensor]:

@@ -6,6 +6,7 @@ from checkpoints import SMALL, Family
 from safetensors.torch import load_file
 
 from lowq_cli.calibrate import end_to_end, requirements, texts
+from lowq_cli.calibrate.calibration import Calibration
 from lowq_cli.calibrate.cuda_graph import Recorded, adam
 from lowq_cli.calibrate.end_to_end import EndToEnd
 from lowq_cli.calibrate.learn import WARM
@@ -13,7 +14,7 @@ from lowq_cli.calibrate.requirements import LayerDone, PassDone
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.tokenizer import load_tokenizer
 from lowq_cli.plan.recipe import make_recipe
-from lowq_cli.run import pipeline, prepare
+from lowq_cli.run import own_text_plan, pipeline, prepare
 
 CONVOLVED: Family = ("lfm2", SMALL | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False})
 LINEAR: Family = (
@@ -121,17 +122,64 @@ def test_the_loss_is_that_of_the_stored_bytes(family_checkpoints, text, tmp_path
     assert float((p.exp() * (p - q)).sum(-1).mean()) == pytest.approx(seen[1], rel=2e-2)
 
 
-def test_twice_the_same_bytes_also_behind_an_interruption_in_each_phase(family_checkpoints, short, tmp_path):
+@pytest.mark.parametrize("own", [False, True], ids=["given", "own"])
+def test_twice_the_same_bytes_also_behind_an_interruption_in_each_phase(own, family_checkpoints, short, tmp_path):
     dense = family_checkpoints("llama", schemes={}, positions=32).dense
-    list(pipeline.run(dense, recipe(short), tmp_path / "first"))
+    asked = recipe("self", calib_tokens=4096) if own else recipe(short)
+    list(pipeline.run(dense, asked, tmp_path / "first"))
     for stop in (LayerDone, PassDone):
-        events = pipeline.run(dense, recipe(short), tmp_path / "again")
+        events = pipeline.run(dense, asked, tmp_path / "again")
         while not isinstance(next(events), stop):
             pass
         events.close()
-    passes = [e for e in pipeline.run(dense, recipe(short), tmp_path / "again") if isinstance(e, PassDone)]
+    passes = [e for e in pipeline.run(dense, asked, tmp_path / "again") if isinstance(e, PassDone)]
     assert len(passes) == requirements.MORE_PASSES - 1
     assert weights(tmp_path / "again") == weights(tmp_path / "first")
+
+
+@pytest.mark.parametrize(("family", "head"), [("llama-tied", "keep"), ("llama-tied", "auto"), ("gemma3", "keep")])
+def test_each_pass_reads_its_own_part_of_what_the_model_wrote(family, head, family_checkpoints, tmp_path, monkeypatch):
+    """The original's predictions on a part are those of the walk: the first part, entered once more, has the same loss."""
+    dense = family_checkpoints(family, schemes={}, positions=32).dense
+    entered, losses, enter, loss = [], [], EndToEnd._enter, EndToEnd.loss
+
+    def entering(self, ids, *given):
+        entered.append(ids)
+        return enter(self, ids, *given)
+
+    def measured(self, logits, words, start, targets, others):
+        first = loss(self, logits, words, start, targets, others)
+        if not losses:
+            words = enter(self, torch.cat(words), start, targets, others, self.blocks.inside(tables[0]))
+            losses.append((first, loss(self, logits, words, start, targets, others)))
+        return first
+
+    tables, made = [], Calibration._tables
+    monkeypatch.setattr(Calibration, "_tables", lambda self: tables.append(made(self)) or tables[-1])
+    monkeypatch.setattr(EndToEnd, "_enter", entering)
+    monkeypatch.setattr(EndToEnd, "loss", measured)
+    overrides = ["embed_tokens=8:16"] if head == "auto" else []
+    asked = recipe("self", lm_head=head, calib_tokens=4096, overrides=overrides)
+    read = [e for e in pipeline.run(dense, asked, tmp_path / "o") if isinstance(e, PassDone)]
+    assert len(read) == requirements.MORE_PASSES
+    assert bool(tables[0]) == (head == "auto")
+    assert losses[0][1] == pytest.approx(losses[0][0], rel=1e-4)
+    assert len(entered) == requirements.MORE_PASSES  # all but the first pass's, and the first again for the last loss
+    assert len({tuple(ids.flatten().tolist()) for ids in entered}) == requirements.MORE_PASSES
+
+
+@pytest.mark.parametrize(("method", "bits", "form", "parts"), [
+    ("distill", 2, "lowq", requirements.MORE_PASSES), ("distill", 4, "table-e4m3", requirements.MORE_PASSES),
+    ("distill", 3, "lowq", 1), ("gptq", 2, "lowq", 1),
+])  # fmt: skip
+def test_the_model_writes_a_part_for_each_pass_that_starts_from_gptq(method, bits, form, parts, family_checkpoints):
+    dense, cpu = family_checkpoints("llama-tied", schemes={}).dense, torch.device("cpu")
+    asked = make_recipe(bits=bits, group=16, method=method, format=form, calib_tokens=4096)
+    with open_source(dense) as source:
+        decided, outlook, line = own_text_plan.decide(str(dense), source, asked, cpu)
+    assert decided.calib == "self"
+    assert outlook.parts == parts
+    assert f"own text, {parts * 4096:,} tokens" in line
 
 
 def test_codes_that_too_few_steps_cannot_move_cost_nothing(family_checkpoints, short, tmp_path, monkeypatch):

@@ -11,11 +11,13 @@ import pytest
 import torch
 from checkpoints import RARE, WORDS, write_byte_tokenizer
 from folders import files
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from lowq_cli import main
 from lowq_cli.calibrate import texts
 from lowq_cli.calibrate.expert_usage import Visits
+from lowq_cli.engine import open_model
 from lowq_cli.files.folder import unfinished
 from lowq_cli.files.source import open_source
 from lowq_cli.main import app
@@ -83,6 +85,34 @@ def test_rows_of_a_round_differ_and_a_longer_text_begins_with_a_shorter_one(dens
     starts = (long.ids == 1).nonzero().flatten()
     heads = {tuple(long.ids[i : i + 6].tolist()) for i in starts}
     assert len(heads) > 0.9 * len(starts)
+
+
+def test_a_text_in_parts_begins_with_the_text_of_one(dense, tmp_path):
+    """The first part is the whole text of other methods. In later ones a random token begins every second plain sequence."""
+    chat = shutil.copytree(dense, tmp_path / "chat")
+    write_byte_tokenizer(chat, "[user]{{ messages[0]['content'] }}[model]")
+    for folder in (dense, chat):
+        one, _ = written(folder)
+        with open_source(folder) as source:
+            outlook = own_text_plan.outlook(str(folder), source, recipe(), CPU, parts=3)
+        several = own_text.whole(outlook, None)
+        assert outlook.total == 3 * 4096
+        assert torch.equal(several.ids, one.ids)
+        assert several.later.shape == (2, 4096)
+        assert several.digest != one.digest
+        rows = torch.cat([several.ids[None], several.later]).reshape(3, 8, 512)
+        assert len({tuple(row.tolist()) for row in rows.flatten(0, 1)}) == 24
+        if folder is chat:
+            assert all("[user]" in bytes(part[2048:].tolist()).decode("latin-1") for part in several.later)
+        begun = [load_file(p)["ids"] for p in sorted(outlook.folder.glob("begun-*"))]
+        plain = 1024 if folder is chat else 2048
+        assert torch.equal(several.later[:, plain : 2 * plain].flatten(), torch.cat(begun)[: 2 * plain])
+        with open_source(folder) as source:
+            tokenizer = open_model.tokenizer(source)
+        words = set(tokenizer.get_vocab().values()) - {t.token for t in tokenizer.added_tokens().values()}
+        pairs, at = begun[0].unfold(0, 2, 1).tolist(), 0
+        for token in texts.random_tokens(words, 160, (outlook.side,), 1).tolist():
+            at = pairs.index([1, token], at) + 1  # raises where no sequence begins so
 
 
 def test_a_damaged_or_torn_file_is_written_again(dense, cache):
