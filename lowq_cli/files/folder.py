@@ -56,9 +56,9 @@ def holder(folder: Path) -> int | None:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether another process holds the lock of a folder; False if the folder does not exist."""
+    """Whether another process holds the lock of a folder or file; False if it does not exist."""
     try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        fd = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False
     try:

@@ -323,8 +323,12 @@ def _add_modelopt(config: dict[str, Any], path: Path) -> None:
 
 def _download(repo: str) -> Path:
     """Download a hub model's safetensors, JSON and tokenizer files; returns the folder in the hub cache."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.file_download import repo_folder_name
 
+    from lowq_cli.files.waiting import announce
+
+    announce(Path(constants.HF_HUB_CACHE, ".locks", repo_folder_name(repo_id=repo, repo_type="model")), repo)
     try:
         return Path(snapshot_download(repo, allow_patterns=WANTED, ignore_patterns=UNWANTED))
     except Exception as e:  # of the hub's client and the network: `_hub_error` says which

@@ -10,13 +10,24 @@ from lowq_cli.files.folder import holder, is_held
 LOOK_S = 0.2  # seconds between two looks at another process's lock; reading a journal of 500 tensors takes 2 ms
 
 
+def announce(locks: Path, model: str) -> None:
+    """Say which process downloads the model already, by the locks of the hub's client, which waits for it without a line."""
+    taken = next((path for path in locks.glob("*.lock") if is_held(path)), None)
+    if taken is not None:
+        console.say(f"{_name(taken)} is downloading {model}; waiting for it, because this command needs the same files")
+
+
+def _name(held: Path) -> str:
+    process = holder(held)
+    return "another process" if process is None else f"process {process}"
+
+
 def wait(folder: Path, total: int = 0, written: Callable[[], int] | None = None) -> None:
     """Return once no other process holds `folder`, whether it finished or ended early.
 
     Nothing is written; Ctrl-C ends the waiting alone. written: how much of `total` is there, if this is known.
     """
-    process = holder(folder)
-    who = "another lowq" if process is None else f"process {process}"
+    who = _name(folder)
     console.say(f"{who} is writing {folder}; waiting for it, because this command needs the same files")
     try:
         if written is None:

@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -53,6 +53,10 @@ class Hub(BaseHTTPRequestHandler):
             status, code = REFUSALS[model]
             return self.answer(status, b"", {"X-Error-Code": code})
         names = ["config.json", "pytorch_model.bin" if model == "pickles" else "model.safetensors"]
+        if "/tree/" in self.path:
+            files = [n for n in names if (self.folder / n).exists()]
+            rows = [{"type": "file", "path": n, "oid": n, "size": (self.folder / n).stat().st_size} for n in files]
+            return self.answer(200, json.dumps(rows).encode(), {"Content-Type": "application/json"})
         if self.path.startswith("/api/"):
             facts = {"id": f"org/{model}", "sha": SHA, "siblings": [{"rfilename": n} for n in names]}
             return self.answer(200, json.dumps(facts).encode(), {"Content-Type": "application/json"})
@@ -133,3 +137,40 @@ def test_a_dry_run_fetches_config_and_headers_only_and_refusals_are_told_apart(t
     assert (pickles["error"], pickles["code"]) == ("UnsupportedError", 5)
     assert odd["said"].startswith("cannot fetch org/odd: ")
     assert "\n" not in odd["said"]
+
+
+def test_a_second_download_of_a_model_waits_and_says_for_which_process(tmp_path):
+    asked, go_on = Event(), Event()
+
+    class Slow(Hub):
+        folder, sent = write_model(tmp_path / "model"), Counter()
+
+        def do_GET(self):
+            if self.command == "GET" and self.path.endswith("model.safetensors"):
+                asked.set()
+                go_on.wait(60)
+            super().do_GET()
+
+        do_HEAD = do_GET
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        env = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HUB_CACHE": str(tmp_path / "cache")}
+        env |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+        line = [sys.executable, "-c", OPEN, json.dumps([("org/model", False)])]
+        how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": env}
+        first = subprocess.Popen(line, **how)
+        try:
+            assert asked.wait(60)
+            second = subprocess.Popen(line, **how)
+            said = next((text for text in second.stderr if "waiting" in text), "")
+            go_on.set()
+            outputs = [process.communicate(timeout=60)[0] for process in (first, second)]
+        finally:
+            go_on.set()
+            first.kill()
+            first.wait()
+        server.shutdown()
+    assert said == f"process {first.pid} is downloading org/model; waiting for it, because this command needs the same files\n"
+    assert [json.loads(text)["headers"] for text in outputs] == [{"a.weight": ["F32", 512, 1024]}] * 2
+    assert Slow.sent["/org/model/resolve/" + SHA + "/model.safetensors"] < 3_000_000  # once
