@@ -132,7 +132,8 @@ def _quantize(model: str, recipe: "Recipe", target: Path, device: str, rounded_a
     """
     from lowq_cli import state
     from lowq_cli.commands.quantize import compiling, maker
-    from lowq_cli.files.folder import BusyError, is_held
+    from lowq_cli.files.folder import BusyError
+    from lowq_cli.files.locks import is_held
     from lowq_cli.files.waiting import wait
     from lowq_cli.run.output_folder import params_written
     from lowq_cli.run.pipeline import execute, prepare

@@ -4,7 +4,6 @@ Its name contains a random id; the file OWNER in it repeats the id and names the
 was not made by lowq and is never changed.
 """
 
-import fcntl
 import glob
 import json
 import os
@@ -18,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lowq_cli.console import size
+from lowq_cli.files.locks import holder, is_held, lock
 from lowq_cli.files.source import STAGED
 from lowq_cli.state import OWNER, another_place, begin, is_cached, writing
 from lowq_packers.errors import DoesNotFitError, UsageError
@@ -45,28 +45,6 @@ def busy(path: Path, locked: Path | None = None) -> BusyError:
     return BusyError(f"another lowq is writing to {path}{who}; {way_out}", locked or path)
 
 
-def holder(folder: Path) -> int | None:
-    """The process that holds the lock of a folder or file; None if there is none, or the system does not tell."""
-    with suppress(OSError):
-        status, locks = folder.stat(), Path("/proc/locks").read_text()
-        at = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino} "
-        line = re.search(rf"^\d+: FLOCK +ADVISORY +WRITE +([1-9]\d*) {at}", locks, re.MULTILINE)
-        return int(line[1]) if line else None
-    return None
-
-
-def is_held(folder: Path) -> bool:
-    """Whether another process holds the lock of a folder or file; False if it does not exist."""
-    try:
-        fd = os.open(folder, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        return lock(fd) is False
-    finally:
-        os.close(fd)
-
-
 @contextmanager
 def held(folder: Path) -> Iterator[int]:
     """Lock `folder` and return it as a file descriptor (file systems without locks give no guarantee).
@@ -80,17 +58,6 @@ def held(folder: Path) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
-
-
-def lock(fd: int) -> bool | None:
-    """Whether this process now holds the lock; None if the file system has no locks."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return None
-    return True
 
 
 @contextmanager

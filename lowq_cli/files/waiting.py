@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lowq_cli import console
-from lowq_cli.files.folder import holder, is_held
+from lowq_cli.files.locks import holder, is_held
 
 LOOK_S = 0.2  # seconds between two looks at another process's lock; reading a journal of 500 tensors takes 2 ms
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lowq_cli import inventory, main
-from lowq_cli.files import folder
+from lowq_cli.files import folder, locks
 from lowq_cli.interop import importer
 from lowq_cli.run import output_folder
 
@@ -141,6 +141,6 @@ def test_the_refusal_of_a_folder_in_use_names_its_process(tmp_path):
     with folder.held(tmp_path), pytest.raises(folder.BusyError, match=mine) as refused:
         folder.held(tmp_path).__enter__()
     assert refused.value.held == tmp_path
-    assert folder.holder(tmp_path) is None
-    assert not folder.is_held(tmp_path)
-    assert not folder.is_held(tmp_path / "missing")
+    assert locks.holder(tmp_path) is None
+    assert not locks.is_held(tmp_path)
+    assert not locks.is_held(tmp_path / "missing")

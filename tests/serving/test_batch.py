@@ -12,7 +12,8 @@ from pathlib import Path
 import forking
 import pytest
 
-from lowq_cli.files.folder import BusyError, lock
+from lowq_cli.files.folder import BusyError
+from lowq_cli.files.locks import lock
 from lowq_cli.serving.http.batch_file import answered, held, read
 from lowq_packers.errors import UsageError
 

@@ -17,7 +17,8 @@ from typing import Any, BinaryIO
 
 from starlette.types import ASGIApp, Message
 
-from lowq_cli.files.folder import busy, lock
+from lowq_cli.files.folder import busy
+from lowq_cli.files.locks import lock
 from lowq_cli.serving.http.answers import encoded
 from lowq_cli.state import writing
 from lowq_packers.atomic import write_whole
