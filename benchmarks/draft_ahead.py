@@ -5,7 +5,7 @@
 One engine in this process computes a small trained model inside a large one's shape (grown.py), so that all ways are compared
 with the same recordings. A way is USERS:LOAD:MODE:ORDER. load: texts that copy, free ones, or `cached`, which copy and whose
 prompts have been read before; `copying-long` has answers of four times as many tokens. mode: never, by the server's
-balance and limit (`draft_budget.BEHIND`), or always. order: ahead, or wait for each result.
+balance and limit (`draft_rounds.BEHIND`), or always. order: ahead, or wait for each result.
 """
 
 import queue
@@ -55,9 +55,9 @@ def measured(engine: Any, texts: list[list[int]], users: int, load: str, mode: s
     drafts, each, drawn = engine.drafts, len(texts) // users, random.Random(users)
     longest = NEW * (LONG if load.endswith("long") else 1)
     drafts._trials = Trials(drafts.costs.plain_s) if mode == "balance" else Fixed(mode == "always")
-    vars(drafts).pop("_leads", None)
+    vars(drafts).pop("_latest", None)
     if mode == "always":
-        drafts._leads = lambda texts: None
+        drafts._latest = lambda texts: None
     drafts.on, drafts._answers = True, Answers()
     if order == "ahead":
         drafts.go_ahead()

@@ -218,9 +218,10 @@ def draft_served() -> str:
     """Tokens per second over HTTP with n-grams and without, and what single requests and tokens wait."""
     found = []
     for device in (d for d in DEVICES if (RESULTS / d / "draft_served.json").is_file()):
-        rows = {(r["users"], r["load"], r["server"]): r for r in read(f"{device}/draft_served.json")["rows"] if "users" in r}
-        for users, load in sorted({key[:2] for key in rows}):
-            none, ngram = (rows[users, load, server] for server in ("lowq", "lowq-ngram"))
+        measured = [r for r in read(f"{device}/draft_served.json")["rows"] if "users" in r]
+        rows = {(r["users"], r["load"], r["turn"], r["server"]): r for r in measured}
+        for users, load, turn in sorted({key[:3] for key in rows}):
+            none, ngram = (rows[users, load, turn, server] for server in ("lowq", "lowq-ngram"))
             speeds = f"{none['tokens_per_s']:,.0f}", f"{ngram['tokens_per_s']:,.0f}"
             waits = [f"{r[what][q]:.1f}" for what, q in WAITS for r in (none, ngram)]
             found.append((device, users, load, *speeds, f"{ngram['tokens_per_s'] / none['tokens_per_s']:.2f}", *waits))

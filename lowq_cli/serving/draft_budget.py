@@ -4,11 +4,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 PASS_GAIN = 1.05  # a pass with drafts must yield this many times the tokens per second of plain passes
-# Max. time, in plain passes, that a sequence may lose to the drafts of others: one that copies nothing gets one token of each
-# pass, and passes with drafts take up to 1.9 times as long. Simulated with base's texts and an H200's passes, 16 users get 1.06
-# to 1.18 times the tokens per second, and their p99 time per token rises by 2 to 4%; without a limit 1.14 to 1.41 times and by
-# 9 to 28%. One user keeps the gain.
-BEHIND = 2.0
 REMEMBERED = 1 << 16  # max. tokens of ended answers to keep for guesses; each takes about 200 bytes
 RUN = 8  # length, in tokens, of the runs by which ended answers are searched
 
@@ -19,16 +14,16 @@ def choose(
     sizes: Sequence[int],
     seconds: Callable[[int], float],
     plain_s: float,
-    lead_s: Mapping[int, float] | None = None,
+    latest: Mapping[int, float] | None = None,
 ) -> dict[int, int]:
     """Return the number of drafts by sequence of the pass with the most tokens per second; {} if plain passes are as good.
 
     chances: by sequence number, the chance that each draft is right if all before it are. sequences: how many step, with
     at least one row each. sizes: possible numbers of rows of a pass, ascending. seconds: rows -> seconds of a pass. plain_s:
-    seconds of a pass without drafts. lead_s: by sequence number, the seconds by which all that step are earlier than plain
-    passes would have made them; the pass may not leave one of them more than BEHIND plain passes later. None: no limit.
+    seconds of a pass without drafts. latest: by sequence number, the max. seconds of a pass that brings this sequence one
+    token; with each further one that is expected it may take plain_s longer. None: no limit.
     """
-    return _best(chances, sequences, sizes, seconds, plain_s, lead_s or {})[1]
+    return _best(chances, sequences, sizes, seconds, plain_s, latest or {})[1]
 
 
 def rounds(
@@ -38,7 +33,7 @@ def rounds(
     seconds: Callable[[int], float],
     plain_s: float,
     guess_s: float,
-    lead_s: Mapping[int, float] | None = None,
+    latest: Mapping[int, float] | None = None,
 ) -> int:
     """Return how many tokens a drafter on the device should guess for each sequence; 0 where plain passes are as good.
 
@@ -48,7 +43,7 @@ def rounds(
     for K in range(1, most + 1):
         some = [(number, each[:K]) for number, each in chances]
         slower = lambda rows, K=K: seconds(rows) + K * guess_s  # noqa: E731
-        rate, _ = _best(some, sequences, sizes, slower, plain_s, lead_s or {})
+        rate, _ = _best(some, sequences, sizes, slower, plain_s, latest or {})
         if rate > best:
             best, count = rate, K
     return count
@@ -60,7 +55,7 @@ def _best(
     sizes: Sequence[int],
     seconds: Callable[[int], float],
     plain_s: float,
-    lead_s: Mapping[int, float],
+    latest: Mapping[int, float],
 ) -> tuple[float, dict[int, int]]:
     """Return (tokens per second, drafts by sequence) of `choose`; (0, {}) where plain passes are as good."""
     candidates = list[tuple[float, int]]()
@@ -71,7 +66,7 @@ def _best(
             candidates.append((-sure, number))
     candidates.sort(key=lambda one: one[0])  # likeliest first; a sequence's drafts stay in order
     best, most, taken, tokens = PASS_GAIN * sequences / plain_s if plain_s else 0.0, 0, 0, float(sequences)
-    latest = {number: lead + (1 + BEHIND) * plain_s for number, lead in lead_s.items()}  # when its tokens have to be there
+    latest = dict(latest)
     for rows in sizes:
         if rows <= sequences:
             continue

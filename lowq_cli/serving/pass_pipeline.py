@@ -145,6 +145,8 @@ class PassPipeline:
                 self.passes.token_budget.note(steps, rows, seconds, adapted)
                 if self.drafts is not None and steps != rows:
                     self.drafts.away(flight, seconds)
+                elif self.drafts is not None:
+                    self.drafts.stepped(steps, self._read_at - begun)
                 for text, _, place in flight.drew:
                     if sound is not None and not sound[place]:
                         text.failed = not_finite(self.passes.plan.dtype)

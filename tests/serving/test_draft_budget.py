@@ -20,8 +20,9 @@ from saying import byte_tokenizer
 from lowq_cli.engine.drafts.drafter import Guess
 from lowq_cli.engine.drafts.ngram import NGram
 from lowq_cli.serving import draft_costs, flight, pass_pipeline, sampler
-from lowq_cli.serving.draft_budget import BEHIND, PASS_GAIN, REMEMBERED, RUN, Answers, choose
+from lowq_cli.serving.draft_budget import PASS_GAIN, REMEMBERED, RUN, Answers, choose
 from lowq_cli.serving.draft_costs import DraftCosts
+from lowq_cli.serving.draft_rounds import BEHIND
 from lowq_cli.serving.draft_trials import Trials
 from lowq_cli.serving.flight import Flight
 from lowq_cli.serving.http.answers import Answer
@@ -583,14 +584,14 @@ def test_a_pass_leaves_no_sequence_too_far_behind_plain_passes():
     """Passes of 8 rows take 1.9 plain ones: sequence 2 has no drafts, and 1 is given what its drafts will bring."""
     sizes, seconds = [4, 8], {4: 1.5, 8: 1.9}.__getitem__
 
-    def chosen(lead_1, lead_2):
-        return choose([(1, [0.95] * 6)], 2, sizes, seconds, 1.0, {1: lead_1, 2: lead_2})
+    def chosen(*latest):
+        return choose([(1, [0.95] * 6)], 2, sizes, seconds, 1.0, dict(enumerate(latest, 1)))
 
-    assert chosen(0.0, 0.0) == {1: 6}
-    assert chosen(-4.0, -0.9) == {1: 6}  # 1 + 2 - 0.9 is enough for 1.9
-    assert chosen(0.0, -1.2) == {1: 2}
-    assert chosen(0.0, -1.6) == {}
-    assert chosen(-9.0, 0.0) == {}
+    assert chosen(3.0, 3.0) == {1: 6}
+    assert chosen(-1.0, 1.9) == {1: 6}  # six drafts are to bring 4.8 tokens
+    assert chosen(3.0, 1.8) == {1: 2}
+    assert chosen(3.0, 1.4) == {}
+    assert chosen(-6.0, 3.0) == {}
     assert choose([(1, [0.95] * 6)], 2, sizes, seconds, 1.0) == {1: 6}
 
 
@@ -612,7 +613,9 @@ def test_sequences_without_drafts_lose_little_to_those_that_copy(copying, monkey
     c = knowing(Client(model, draft="ngram", running=4), wanted)
     drafts, know, lines = c.engine.drafts, [], []
     drafts.costs = Passes(drafts.costs)
-    drafts._trials = SimpleNamespace(allows=lambda n: True, plain_s=lambda n: 0.0, passed=lambda *_: None, interrupted=int)
+    first = iter([False] * 8)  # plain passes, whose seconds are measured; those of the balance include the host's for prompts
+    allows = lambda n: next(first, True)  # noqa: E731
+    drafts._trials = SimpleNamespace(allows=allows, plain_s=lambda n: 1.4, passed=lambda *_: None, interrupted=int)
     clock = [0.0]
     monkeypatch.setattr(pass_pipeline, "time", SimpleNamespace(perf_counter=lambda: clock[0], monotonic=time.monotonic))
     monkeypatch.setattr(flight, "time", pass_pipeline.time)
@@ -638,10 +641,10 @@ def test_sequences_without_drafts_lose_little_to_those_that_copy(copying, monkey
     least = min(min(leads) for leads in lines)
     if copying == 1:
         assert -BEHIND - 0.5 <= least < -BEHIND / 2
-        assert c.engine.stats().steps > 45
+        assert BEHIND / 0.5 <= len(lines) <= 1 + BEHIND / 0.5  # passes with drafts
     else:
         assert least == 0.0
-        assert c.engine.stats().steps < 25
+        assert c.engine.stats().steps < 30
 
 
 def test_the_time_without_requests_is_no_delay_of_passes_with_drafts():
