@@ -7,7 +7,8 @@
 MODEL writes its own text. Linears alone are quantized; KL divergence and perplexity as in peers.py. A row has the model, the
 scheme, the seed of the text, the rounding that the training starts from, and what was left out:
 walked (everything: as the layers left them), whole (nothing), codes (they stay), scales (with zeros and tables), norms,
-outside (embedding, head and last norm), passes (half of them), near (codes start amid their intervals, not where weights lie);
+outside (embedding, head and last norm), passes (half of them), parts (all passes read the first part of the text), near (codes
+start amid their intervals, not where weights lie);
 or the reverse, straight (codes start where weights lie, at the rate of that start, also where the product starts them amid)
 and faster (the codes' rates add up to as much as in the passes over a GPU's default text).
 --start: the product's own rounding (own: gptq, or yaqa where it takes the curvature), gptq or yaqa in its place, or lsq (codes
@@ -36,7 +37,7 @@ from lowq_cli.calibrate import calibration, end_to_end, requirements, texts
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.quantizers import distill, lsq
 
-LEFT_OUT = ("walked", "whole", "codes", "scales", "norms", "outside", "passes", "near", "straight", "faster")
+LEFT_OUT = ("walked", "whole", "codes", "scales", "norms", "outside", "passes", "parts", "near", "straight", "faster")
 
 USUAL_STEPS = requirements.step_count(requirements.MOST_TOKENS, requirements.PASSES)  # on a GPU
 
@@ -129,6 +130,7 @@ def measure(args: argparse.Namespace, seed: int, start: str) -> None:
                 with tempfile.TemporaryDirectory() as folder:
                     if part != "walked":
                         copied = [list(t) if isinstance(t, list) else t for t in text[:-1]]  # a training changes its lists
+                        copied[0] = copied[0][: 1 if part == "parts" else None]
                         losses = [step.loss for step in self.training(trained, copied, Path(folder))]
                     else:
                         losses = []
@@ -143,7 +145,8 @@ def measure(args: argparse.Namespace, seed: int, start: str) -> None:
         def training(self, trained: end_to_end.EndToEnd, text: list[Any], folder: Path) -> Iterator[Any]:
             trained._write = lambda *_: None  # type: ignore[method-assign]
             trained.loss = lambda *_: 0.0  # type: ignore[method-assign]  # of use to _write alone
-            yield from trained.run(*text, folder)
+            parts, start, targets, others, tables = text
+            yield from trained.run(parts, start, targets, others, tables, folder)
 
     original = calibration.EndToEnd, calibration.better, distill.quantize, calibration.rounds_both_sides
     calibration.EndToEnd = Parts  # type: ignore[assignment, misc]
