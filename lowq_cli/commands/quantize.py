@@ -75,7 +75,10 @@ FLAGS: dict[str, tuple[type, Any]] = {
             "self|FILE|DIR",
         ),
     ),
-    "calib_tokens": (int, option("How many tokens of it to read, in each pass of distill.  [default: 65536; distill on a GPU: to 524288; x>=4096]")),
+    "calib_tokens": (
+        int,
+        option("How many tokens of it to read (distill: a pass).  [default: 65536; distill on a GPU: to 524288; x>=4096]"),
+    ),
     "calib_seed": (int, option("With --calib self: the seed of that text.  [default: 0]")),
     "rotate": (bool, option("Rotate the residual stream first (folded into the weights).", None, None, "--rotate/--no-rotate")),
     "format": (

@@ -69,8 +69,8 @@ class Recipe:
         dtype: dtype of scales, zeros and kept tensors; "source" = the model's.
         calib: text (.txt, .jsonl or a folder of them) that calibrated methods read; "self" = text that the model generates;
             "bundled"; None = "self" if generating the text takes no longer than quantizing, else "bundled".
-        calib_tokens: max. tokens of that text, or of its part for each pass of distill; None = 65,536, or for distill on a GPU up
-            to 524,288, depending on the size.
+        calib_tokens: max. tokens of that text, or of its part for each pass of distill; None = 65,536, or for distill on a GPU
+            up to 524,288, depending on the size.
         calib_seed: seed of the text that the model generates.
         rotate: first rotate the residual stream and the heads, folded into the weights; exact; for most described families.
         act: how layers round their activations at run time, per token: "none", "int8" or "fp8".
