@@ -8,7 +8,7 @@ from pages import RESULTS, Row, part, read, table, versions
 TEXTS = {"wikitext2_test": "WikiText-2", "mix_valid_sample": "mix"}
 PARTS = {  # the row's word -> what was left out
     "codes": "codes stay", "scales": "scales and zeros stay", "norms": "norms of the layers stay",
-    "outside": "embedding, head and last norm stay", "passes": "half of the passes",
+    "outside": "embedding, head and last norm stay", "passes": "half of the passes", "parts": "all passes read one part",
     "near": "codes start amid their intervals", "straight": "nothing; codes start where weights lie",
     "faster": "nothing; codes at a faster rate", "walked": "all training",
 }  # fmt: skip
