@@ -25,6 +25,9 @@ TAKES = {"sigmoid", "choice_bias", "sum_eps", "factor", "norm", "scale", "each"}
 CLUSTER, WARPS, TOKENS = 8, 16, 8  # blocks per cluster, warps per block, tokens per cluster
 TILE, SPAN = 16, 32  # experts per row tile; k per warp and step
 MOST_TOKENS = 512
+# Max. tokens of routers with several row tiles a block, whose clusters read more: 64 of 256 x 3072 take 5.7 us on an H200 (by
+# triton/route_tiles 5.8), 128 take 11.4 (6.4), 256 take 18.2 (a matrix product 10.4).
+OF_SEVERAL_TILES = 64
 # Max. 16-byte loads of the router's weight per lane: 80 of its 128 registers; of routers beyond a softmax 64, with a norm 48.
 MOST_LOADS = {0: 20, 1: 16, 2: 12}
 # Max. such loads per lane that wait in shared memory: 160 of a block's 227 KB. Sums and scales of x (with a norm) take 40.
@@ -79,7 +82,13 @@ def _facts(f: RouterFacts, H: int) -> bytes:
 CLUSTERS = gpu.since(lambda g: g.max_cluster >= CLUSTER)
 
 
-@register("cuda/route", op="route", min_capability=CLUSTERS, m_range=(1, MOST_TOKENS), rank=30, refuse=_refuse)
+def _prefer(call: RouteCall) -> bool:
+    return call.M <= OF_SEVERAL_TILES or _shape(call.E, call.H)[0] == 1
+
+
+@register(
+    "cuda/route", op="route", min_capability=CLUSTERS, m_range=(1, MOST_TOKENS), rank=30, refuse=_refuse, prefer=_prefer
+)  # fmt: skip
 def route(r: Routing, config: Config) -> torch.Tensor:
     """See `RouteCall`."""
     (M, E, H, top_k), f = r.sizes, r.facts

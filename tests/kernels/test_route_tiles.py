@@ -31,6 +31,7 @@ CASES = {
     "the best of groups": (9, 60, 130, 3, {"groups": (6, 2), "group_score": "max", "normalise": False, "factor": 16.0}),
     "a softmax": (64, 40, 257, 4, {}),
     "a bias of the logits": (17, 5, 96, 2, {"logits_bias": 5, "rounded": True}),
+    "many tokens": (101, 12, 200, 2, {}),
     "factors of experts": (12, 33, 64, 8, {"score": "sigmoid", "normalise": False, "each": 33}),
 }
 INTERPRETED_BF16 = pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter multiplies the bit patterns of bf16")
@@ -82,6 +83,13 @@ def test_who_takes_what():
     call = RouteCall(64, 256, 7168, 8, BF16, "cuda", (9, 0), ("sigmoid", "choice_bias", "groups", "sum_eps", "factor"))
     assert select(call)[0].name == "triton/route_tiles"
     assert select(dataclasses.replace(call, M=8))[0].name == "triton/route"
-    assert select(dataclasses.replace(call, M=65))[0].name == "triton/route_many"
+    assert select(dataclasses.replace(call, M=128))[0].name == "triton/route_tiles"
+    assert select(dataclasses.replace(call, M=129))[0].name == "triton/route_many"
+    assert select(dataclasses.replace(call, E=384, M=64))[0].name == "triton/route_tiles"
+    assert select(dataclasses.replace(call, E=384, M=65))[0].name == "triton/route_many"  # its programs are more than SMs
+    plain = dataclasses.replace(call, E=256, H=3072, beyond=())
+    names = {M: select(dataclasses.replace(plain, M=M))[0].name for M in (64, 128, 256)}
+    assert names == {64: "cuda/route", 128: "triton/route_tiles", 256: "triton/route_many"}
+    assert select(dataclasses.replace(plain, E=128, M=256))[0].name == "cuda/route"
     assert select(dataclasses.replace(call, E=128, H=2048, beyond=()))[0].name == "cuda/route"
     assert "norm" in refusals(dataclasses.replace(call, beyond=("norm", "scale")))["triton/route_tiles"]

@@ -151,7 +151,7 @@ def test_kernels_refuse_facts_that_they_do_not_know():
         it = dataclasses.replace(call, beyond=beyond)
         if beyond[0] in ("groups", "scale"):  # a scale alone is no family's
             assert select(it)[0].name == "triton/route"
-            assert select(dataclasses.replace(it, M=65))[0].name == "triton/route_many"
+            assert select(dataclasses.replace(it, M=129))[0].name == "triton/route_many"
             assert beyond[0] in refusals(it)["cuda/route"]
         else:
             assert select(it)[0].name == select(call)[0].name
