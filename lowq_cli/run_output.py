@@ -158,7 +158,7 @@ def follow_calibration(events: "Iterator[Event]") -> "Iterator[Event]":
             elif isinstance(event, LayerDone):
                 _show_layer(event, shown)
             elif isinstance(event, PassDone):
-                told_of = f"pass {event.index} of {event.total}"
+                told_of = f"pass {event.index} of {event.total}" + (f", part {event.part} of the text" if event.part else "")
                 console.say(f"learnt together, {told_of}: {event.loss:.4f} nats from the original")
             else:
                 return chain([event], events)

@@ -146,7 +146,7 @@ class EndToEnd:
                     total += train(words[i], start[i], targets[i], number=i)
                     step += 1
                 self._keep(folder / STATE, number + 1, before)
-                yield PassDone(number + 1, self.passes, float(total) / len(start))
+                yield PassDone(number + 1, self.passes, float(total) / len(start), read + 1 if len(parts) > 1 else 0)
             if read:
                 words = self._enter(parts[0], start, targets, others, tables)
             after = self.loss(logits, words, start, targets, others)

@@ -83,11 +83,13 @@ class MatrixDone:
 
 @dataclass(frozen=True)
 class PassDone:
-    """One pass over the text that trains all layers together is done. loss: KL divergence in nats per token."""
+    """One pass over the text that trains all layers together is done. loss: KL divergence in nats per token; losses over
+    different parts of the text do not compare. part: the one that the pass read; 0: the whole text."""
 
     index: int
     total: int
     loss: float
+    part: int = 0
 
 
 def rates(bits: int, weights: int) -> tuple[float, float, float]:
