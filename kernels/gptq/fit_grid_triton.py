@@ -16,11 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-MOST = 1024  # max. weights per group: one program then holds one group
-VALUES = 512  # weights per program in groups of up to 512. Zeros "int", g64, sm_90: 128 registers a thread, 240 with 1024
-STORED = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, None: tl.float32}
-# Added and taken away again, this rounds a float of 0 .. 255 to the nearest whole number, of two the even one: as torch does.
-ROUNDER = tl.constexpr(1.5 * 2**23)
+from lowq_kernels.gptq.groups_triton import MOST as MOST  # asked of every implementation
+from lowq_kernels.gptq.groups_triton import ROUNDER, STORED, VALUES, operands, read, stored
+
 NONE, INT, FLOAT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # kinds of zeros
 KINDS = {"none": 0, "int": 1, "float": 2}
 
@@ -46,16 +44,6 @@ class Search(NamedTuple):
 def _rounded(x, HIGH: tl.constexpr):
     """x clamped to 0 .. HIGH and rounded to the nearest whole number."""
     return (tl.minimum(tl.maximum(x, 0.0), HIGH) + ROUNDER) - ROUNDER
-
-
-@triton.jit
-def stored(x, LIMIT: tl.constexpr, DTYPE: tl.constexpr):
-    """x clamped to the finite range of DTYPE and rounded to it, in fp32."""
-    x = tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
-    if tl.bfloat16 == DTYPE:  # to the nearest, of two the even one; Triton's interpreter would cut the bits off
-        bits = x.to(tl.uint32, bitcast=True)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
-    return x.to(DTYPE).to(tl.float32)
 
 
 @triton.jit
@@ -116,16 +104,9 @@ def _fit_grid_kernel(
     SMALLEST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, SIGMA: tl.constexpr, ITERS: tl.constexpr,
     TINY: tl.constexpr, MAX_ZERO: tl.constexpr, MID: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    cols = tl.arange(0, BLOCK_B)
-    inside = (cols < SIZE)[None, :]
-    mask = (at < count)[:, None] & inside
-    row, group = (at // G).to(tl.int64), (at % G).to(tl.int64)
-    w = tl.load(groups_ptr + (row * stride_row + group * stride_group)[:, None] + cols[None, :], mask=mask, other=0.0)
-    if WEIGHTED:
-        c = tl.load(weights_ptr + (group * stride_weight)[:, None] + cols[None, :], mask=inside, other=0.0)
-    else:
-        c = tl.where(inside, 1.0, tl.zeros_like(w))
+    at, _, inside, mask, w, c = read(
+        groups_ptr, weights_ptr, count, G, SIZE, stride_row, stride_group, stride_weight, WEIGHTED, BLOCK_R, BLOCK_B
+    )
     lo = tl.min(tl.where(inside, w, float("inf")), 1)
     hi = tl.max(tl.where(inside, w, float("-inf")), 1)
     absmax = tl.maximum(hi, -lo)
@@ -171,21 +152,16 @@ def fit_grid_triton(
     groups: torch.Tensor, weights: torch.Tensor | None, bits: int, zero: str, dtype: torch.dtype | None, search: Search
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As lsq.py's `fit_grid`, for groups of up to MOST fp32 weights; the same result on every run."""
-    R, G, size = groups.shape
-    if groups.stride(2) != 1:
-        groups = groups.contiguous()
-    if weights is not None:
-        weights = weights.float().contiguous()
-    scales = groups.new_empty(R, G)
+    groups, weights, sizes = operands(groups, weights)
+    scales = groups.new_empty(groups.shape[:2])
     zeros = None if zero == "none" else torch.empty_like(scales)
     if not scales.numel():
         return scales, zeros
-    block = triton.next_power_of_2(size)
+    block = triton.next_power_of_2(groups.shape[2])
     rows = max(1, VALUES // max(block, 64))
     with torch.cuda.device_of(groups):  # Triton launches on the current device
-        _fit_grid_kernel[(triton.cdiv(R * G, rows),)](
-            groups, groups if weights is None else weights, scales, scales if zeros is None else zeros,
-            R * G, G, size, groups.stride(0), groups.stride(1), size if weights is not None and weights.dim() == 2 else 0,
+        _fit_grid_kernel[(triton.cdiv(scales.numel(), rows),)](
+            groups, groups if weights is None else weights, scales, scales if zeros is None else zeros, *sizes,
             TOP=(1 << bits) - 1, KIND=KINDS[zero], WEIGHTED=weights is not None, DTYPE=STORED[dtype],
             LIMIT=torch.finfo(dtype or torch.float32).max, SMALLEST=search.smallest,
             SECOND=search.shares[0], THIRD=search.shares[1], SIGMA=search.sigma, ITERS=search.iters,

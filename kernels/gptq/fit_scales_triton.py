@@ -18,11 +18,10 @@ import torch
 import triton
 import triton.language as tl
 
-from lowq_kernels.gptq.fit_grid_triton import ROUNDER, STORED, stored
+from lowq_kernels.gptq.groups_triton import MOST as MOST  # asked of every implementation
+from lowq_kernels.gptq.groups_triton import ROUNDER, STORED, VALUES, operands, read, stored
 from lowq_kernels.gptq.table_triton import loaded, nearest
 
-MOST = 1024  # max. weights per group: one program then holds one group
-VALUES = 512  # weights per program in groups of up to 512
 FLOAT, E4M3, E8M0 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # kinds of scales
 KINDS = {"float": 0, "e4m3": 1, "e8m0": 2}
 
@@ -102,16 +101,9 @@ def _fit_scales_kernel(
     THIRD: tl.constexpr, TRIES: tl.constexpr, FITS: tl.constexpr, STEP: tl.constexpr, LEAST: tl.constexpr,
     LAST: tl.constexpr, TINY: tl.constexpr, SIGN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    cols = tl.arange(0, BLOCK_B)
-    inside = (cols < SIZE)[None, :]
-    mask = (at < count)[:, None] & inside
-    row, group = (at // G).to(tl.int64), (at % G).to(tl.int64)
-    w = tl.load(groups_ptr + (row * stride_row + group * stride_group)[:, None] + cols[None, :], mask=mask, other=0.0)
-    if WEIGHTED:
-        c = tl.load(weights_ptr + (group * stride_weight)[:, None] + cols[None, :], mask=inside, other=0.0)
-    else:
-        c = tl.where(inside, 1.0, tl.zeros_like(w))
+    at, cols, _, mask, w, c = read(
+        groups_ptr, weights_ptr, count, G, SIZE, stride_row, stride_group, stride_weight, WEIGHTED, BLOCK_R, BLOCK_B
+    )
     values = loaded(values_ptr, LEVELS)
     factor = 1.0
     if SCALED:
@@ -164,25 +156,20 @@ def fit_scales_triton(
 
     The same result on every run.
     """
-    R, G, size = groups.shape
-    if groups.stride(2) != 1:
-        groups = groups.contiguous()
-    if weights is not None:
-        weights = weights.float().contiguous()
-    wide = scales = groups.new_empty(R, G)
+    groups, weights, sizes = operands(groups, weights)
+    wide = scales = groups.new_empty(groups.shape[:2])
     if search.scale != "float":
         scales = torch.empty_like(wide, dtype=torch.uint8)
     q = torch.empty(groups.shape, dtype=torch.uint8, device=groups.device) if codes else None
     if not wide.numel():
         return scales, wide, q
-    block = max(16, triton.next_power_of_2(size))
+    block = max(16, triton.next_power_of_2(groups.shape[2]))
     rows = max(1, VALUES // block)
     with torch.cuda.device_of(groups):  # Triton launches on the current device
-        _fit_scales_kernel[(triton.cdiv(R * G, rows),)](
+        _fit_scales_kernel[(triton.cdiv(wide.numel(), rows),)](
             groups, groups if weights is None else weights, search.values, search.codes,
             wide if search.factor is None else search.factor, scales, wide, scales if q is None else q,
-            R * G, G, size, groups.stride(0), groups.stride(1),
-            size if weights is not None and weights.dim() == 2 else 0,
+            *sizes,
             KIND=KINDS[search.scale], LEVELS=len(search.values), WEIGHTED=weights is not None,
             SCALED=search.factor is not None, MIRRORED=int(search.mirrored), CODES=codes, DTYPE=STORED[search.dtype],
             LIMIT=torch.finfo(search.dtype or torch.float32).max, SMALLEST=search.smallest,

@@ -17,11 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
+from lowq_kernels.gptq.groups_triton import ROUNDER
 from lowq_kernels.gptq.table_triton import divisor, loaded, nearest
 
 BLOCK_R = 16  # rows: with 128 columns, 16 values of each of the three blocks a thread
-# Added and taken away again, this rounds a float of 0 .. 255 to the nearest whole number, of two the even one: as torch does.
-ROUNDER = tl.constexpr(1.5 * 2**23)
 
 
 @triton.jit

@@ -9,39 +9,19 @@ import torch
 
 pytest.importorskip("triton")
 
+from weight_groups import DEVICE, DTYPES, Poisoned, case
+
 from lowq_cli.quantizers import gptq, lsq, yaqa
 from lowq_kernels.gptq import fit_grid_triton
 from lowq_packers.errors import DamagedError
 from lowq_packers.scheme import BITS, ZERO_KINDS, Scheme
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = (None, torch.float16, torch.bfloat16, torch.float32)
 
 
 @pytest.fixture
 def by_kernel(monkeypatch):
     """`lsq.fit_grid` takes the kernel on this device, too; what the kernel does not write stays NaN."""
     monkeypatch.setattr(lsq, "implementation", lambda device: fit_grid_triton)
-    launch = fit_grid_triton._fit_grid_kernel
-
-    class Poisoned:
-        def __getitem__(self, blocks):
-            def run(groups, weights, scales, zeros, *args, **constants):
-                scales.fill_(torch.nan)
-                zeros.fill_(torch.nan)
-                launch[blocks](groups, weights, scales, zeros, *args, **constants)
-
-            return run
-
-    monkeypatch.setattr(fit_grid_triton, "_fit_grid_kernel", Poisoned())
-
-
-def case(R, G, size, seed=0):
-    """Groups that lie in wider rows, with means that differ, and weights (G, size)."""
-    g = torch.Generator().manual_seed(seed)
-    whole = torch.randn(R, G * size + 7, generator=g) * 0.02 + 0.01 * torch.randn(R, 1, generator=g)
-    groups = whole.to(DEVICE)[:, 3 : 3 + G * size].unflatten(1, (G, size))
-    return groups, (torch.rand(G, size, generator=g) + 0.1).to(DEVICE)
+    monkeypatch.setattr(fit_grid_triton, "_fit_grid_kernel", Poisoned(fit_grid_triton._fit_grid_kernel, slice(2, 4)))
 
 
 def loss(groups, scales, zeros, scheme, weights):

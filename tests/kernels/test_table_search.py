@@ -6,11 +6,15 @@ Interpreted on the CPU, compiled where a GPU is.
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
+
+import weight_groups
+from weight_groups import DEVICE, DTYPES, Poisoned
 
 from lowq_cli.quantizers import _table_book, _table_fit, gptq, lsq, yaqa
 from lowq_cli.quantizers._table_book import TINY, Book
@@ -19,8 +23,7 @@ from lowq_kernels.gptq.round_block import carry
 from lowq_packers.scheme import Scheme
 from lowq_packers.tables import values
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DTYPES = (None, torch.float16, torch.bfloat16, torch.float32)
+case = partial(weight_groups.case, side=0.005)
 KINDS = [(4, "nf4"), (4, "iq4_nl"), (4, "e2m1"), (4, "fitted"), (3, "fitted"), (2, "fitted")]
 KINDS += [(4, "e2m1/e4m3"), (4, "nf4/e4m3"), (4, "fitted/e4m3"), (3, "fitted/e4m3"), (2, "fitted/e4m3")]
 KINDS += [(4, "e2m1/e8m0"), (4, "iq4_nl/e8m0"), (2, "fitted/e8m0")]
@@ -40,27 +43,7 @@ def use(monkeypatch, kernels, fits=DEVICE == "cuda"):
 def by_kernel(monkeypatch):
     """Book takes the kernels on this device, too; scales and codes that the search does not write show."""
     use(monkeypatch, True)
-    launch = fit_scales_triton._fit_scales_kernel
-
-    class Poisoned:
-        def __getitem__(self, blocks):
-            def run(*args, **constants):
-                *_, scales, wide, codes = args[:8]
-                for t in {id(t): t for t in (scales, wide, codes)}.values():
-                    t.fill_(torch.nan if t.dtype == torch.float32 else 0xFF)
-                launch[blocks](*args, **constants)
-
-            return run
-
-    monkeypatch.setattr(fit_scales_triton, "_fit_scales_kernel", Poisoned())
-
-
-def case(R, G, size, seed=0):
-    """Groups that lie in wider rows, some with more weight on one side, and weights (G, size)."""
-    g = torch.Generator().manual_seed(seed)
-    whole = torch.randn(R, G * size + 7, generator=g) * 0.02 + 0.005 * torch.randn(R, 1, generator=g)
-    groups = whole.to(DEVICE)[:, 3 : 3 + G * size].unflatten(1, (G, size))
-    return groups, (torch.rand(G, size, generator=g) + 0.1).to(DEVICE)
+    monkeypatch.setattr(fit_scales_triton, "_fit_scales_kernel", Poisoned(fit_scales_triton._fit_scales_kernel, slice(5, 8)))
 
 
 def book_of(groups, scheme, dtype):
