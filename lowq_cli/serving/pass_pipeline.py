@@ -139,6 +139,7 @@ class PassPipeline:
             logs = {number: log for part in flight.logs for number, log in part.read().items()}
             sound = None if flight.sound is None else flight.sound.tolist()
             if self.drafts is not None and flight.rows:
+                self.passes.token_budget.drafted(seconds)
                 yield self.drafts.landed(flight, tokens, sound, seconds, self._read_at - begun), logs
             else:
                 steps, rows, adapted = flight.size

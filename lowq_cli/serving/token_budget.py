@@ -90,12 +90,22 @@ class TokenBudget:
         self.extra = max(0.0, self.extra + NEWEST * (more - mixed * self.riding - self.extra))
         self._waited += seconds
         if steps:
-            first = self.seconds(steps, steps, adapted) or self._waited
-            quantiles = (self.usual or first, SHORT), (self.crowded or first, CROWDED)
-            self.usual, self.crowded = (
-                wait * (1 + PACE * self._hurry * (q if self._waited > wait else q - 1)) for wait, q in quantiles
-            )
-            self._waited = 0.0
+            self._came(self.seconds(steps, steps, adapted))
+
+    def drafted(self, seconds: float) -> None:
+        """Record a pass in which running sequences checked drafts: their wait for a token ends with it."""
+        self._stepped = False  # such a pass says nothing about `extra`
+        self._waited += seconds
+        self._came(seconds)
+
+    def _came(self, step: float) -> None:
+        """Move the quantiles at the end of a wait for a token. step: seconds that they begin with, 0 if unknown."""
+        first = step or self._waited
+        quantiles = (self.usual or first, SHORT), (self.crowded or first, CROWDED)
+        self.usual, self.crowded = (
+            wait * (1 + PACE * self._hurry * (q if self._waited > wait else q - 1)) for wait, q in quantiles
+        )
+        self._waited = 0.0
 
     def stepped(self, running: int) -> None:
         """Record that a pass steps `running` sequences; the share of `late` of sequences that have ended is dropped."""

@@ -611,7 +611,8 @@ def test_sequences_without_drafts_lose_little_to_those_that_copy(copying, monkey
     model, asked = build("llama"), prompts(9, 20, 31, 42, seed=2)
     wanted = {tuple(p): alone(model, p, 60) for p in asked}
     c = knowing(Client(model, draft="ngram", running=4), wanted)
-    drafts, know, lines = c.engine.drafts, [], []
+    drafts, know, lines, ends = c.engine.drafts, [], [], []
+    monkeypatch.setattr(c.engine.passes.token_budget, "drafted", ends.append)
     drafts.costs = Passes(drafts.costs)
     first = iter([False] * 8)  # plain passes, whose seconds are measured; those of the balance include the host's for prompts
     allows = lambda n: next(first, True)  # noqa: E731
@@ -638,6 +639,7 @@ def test_sequences_without_drafts_lose_little_to_those_that_copy(copying, monkey
     drafts.landed = lambda *how: lines.append([t.lead_s for t, *_ in how[0].drew]) or landed(*how)
     assert c.tokens(*[c.ask(p, 60) for p in asked]) == list(wanted.values())
     c.engine.stop(0)
+    assert ends == [1.0] * len(lines)  # the scheduler's waits end with these passes, too
     least = min(min(leads) for leads in lines)
     if copying == 1:
         assert -BEHIND - 0.5 <= least < -BEHIND / 2

@@ -25,7 +25,8 @@ def seconds(rows):
 class Engine:
     """The engine's decisions over a device whose passes take what `seconds` says."""
 
-    def __init__(self, prefer=PREFER[0]):
+    def __init__(self, prefer=PREFER[0], drafted=False):
+        self.drafted = drafted  # whether all passes without prompt tokens check drafts
         self.sizes, self.budget = PassSizes(ROWS), TokenBudget(TOTALS, prefer)
         for rows in self.sizes.steps:
             self.budget.note(rows, rows, seconds(rows))
@@ -58,7 +59,10 @@ class Engine:
         size = self.sizes.size(max((t.row + 1 for t in plan.steps), default=0), sum(b - a for *_, a, b in plan.pieces))
         self.now += seconds(size[1])
         self.read += sum(end - first for *_, first, end in plan.pieces)
-        self.budget.note(*size, seconds(size[1]))
+        if self.drafted and not plan.pieces:
+            self.budget.drafted(seconds(size[1]))
+        else:
+            self.budget.note(*size, seconds(size[1]))
         self.budget.stepped(len(plan.steps))
         self.lengths.append(self.budget.length)
         for text in [*plan.steps, *plan.finishing]:
@@ -101,9 +105,9 @@ def test_every_prompt_and_every_token_has_a_bound_for_any_arrivals(arrivals, pre
     assert not engine.scheduler.cache.used
 
 
-def steady(prompt, every, prefer=PREFER[0], turns=1500):
+def steady(prompt, every, prefer=PREFER[0], turns=1500, drafted=False):
     """Texts of 100 tokens, one with such a prompt after every so many seconds; passes and waits of the second half."""
-    engine, due = Engine(prefer), 0.0
+    engine, due = Engine(prefer, drafted), 0.0
     for i in range(turns):
         while engine.now >= due:
             engine.add(prompt, 100)
@@ -190,6 +194,11 @@ def test_passes_are_longer_while_several_prompts_wait(prefer, longest):
 def test_no_token_comes_much_later_than_the_median_however_often_prompts_come(every):
     """From more than passes of SLACK steps carry to few: the bound must not change which wait is the median."""
     assert latencies(steady(3000, every))[1] < 3
+
+
+def test_passes_with_drafts_end_a_wait_as_steps_do():
+    """Else only passes with prompt tokens would count as waits, and those would grow to LONGEST_S."""
+    assert steady(3000, 0.2, drafted=True).waits == steady(3000, 0.2).waits
 
 
 def test_passes_reach_the_length_that_a_burst_needs_within_the_burst():
