@@ -97,7 +97,7 @@ def _fit_scales_kernel(
     groups_ptr, weights_ptr, values_ptr, codes_ptr, factor_ptr, scales_ptr, wide_ptr, q_ptr,
     count, G, SIZE, stride_row, stride_group, stride_weight,
     KIND: tl.constexpr, LEVELS: tl.constexpr, WEIGHTED: tl.constexpr, SCALED: tl.constexpr, MIRRORED: tl.constexpr,
-    CODES: tl.constexpr, DTYPE: tl.constexpr, LIMIT: tl.constexpr, SMALLEST: tl.constexpr, SECOND: tl.constexpr,
+    DTYPE: tl.constexpr, LIMIT: tl.constexpr, SMALLEST: tl.constexpr, SECOND: tl.constexpr,
     THIRD: tl.constexpr, TRIES: tl.constexpr, FITS: tl.constexpr, STEP: tl.constexpr, LEAST: tl.constexpr,
     LAST: tl.constexpr, TINY: tl.constexpr, SIGN: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
@@ -143,24 +143,24 @@ def _fit_scales_kernel(
     tl.store(wide_ptr + at, wide * best_sign, mask=at < count)
     if KIND != FLOAT:
         tl.store(scales_ptr + at, tl.where(best_sign < 0, best | SIGN, best).to(tl.uint8), mask=at < count)
-    if CODES:
-        x = tl.div_rn(w * best_sign[:, None], tl.maximum(wide, TINY)[:, None])
-        codes = nearest(x, values, loaded(codes_ptr, LEVELS), LEVELS)
-        tl.store(q_ptr + at.to(tl.int64)[:, None] * SIZE + cols[None, :], codes.to(tl.uint8), mask=mask)
+    x = tl.div_rn(w * best_sign[:, None], tl.maximum(wide, TINY)[:, None])
+    codes = nearest(x, values, loaded(codes_ptr, LEVELS), LEVELS)
+    tl.store(q_ptr + at.to(tl.int64)[:, None] * SIZE + cols[None, :], codes.to(tl.uint8), mask=mask)
 
 
 def fit_scales_triton(
-    groups: torch.Tensor, weights: torch.Tensor | None, search: Search, codes: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Stored scales, their values in fp32 and, if asked for, codes (uint8) of groups of up to MOST fp32 weights.
+    groups: torch.Tensor, weights: torch.Tensor | None, search: Search
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Stored scales, their values in fp32 and codes (uint8) of groups of up to MOST fp32 weights.
 
-    The same result on every run.
+    The same result on every run. One kernel for callers that need the codes and those that do not: compiled without them, its
+    sums run in another order and fp32 scales differ in their last bit (H200).
     """
     groups, weights, sizes = operands(groups, weights)
     wide = scales = groups.new_empty(groups.shape[:2])
     if search.scale != "float":
         scales = torch.empty_like(wide, dtype=torch.uint8)
-    q = torch.empty(groups.shape, dtype=torch.uint8, device=groups.device) if codes else None
+    q = torch.empty(groups.shape, dtype=torch.uint8, device=groups.device)
     if not wide.numel():
         return scales, wide, q
     block = max(16, triton.next_power_of_2(groups.shape[2]))
@@ -168,10 +168,10 @@ def fit_scales_triton(
     with torch.cuda.device_of(groups):  # Triton launches on the current device
         _fit_scales_kernel[(triton.cdiv(wide.numel(), rows),)](
             groups, groups if weights is None else weights, search.values, search.codes,
-            wide if search.factor is None else search.factor, scales, wide, scales if q is None else q,
+            wide if search.factor is None else search.factor, scales, wide, q,
             *sizes,
             KIND=KINDS[search.scale], LEVELS=len(search.values), WEIGHTED=weights is not None,
-            SCALED=search.factor is not None, MIRRORED=int(search.mirrored), CODES=codes, DTYPE=STORED[search.dtype],
+            SCALED=search.factor is not None, MIRRORED=int(search.mirrored), DTYPE=STORED[search.dtype],
             LIMIT=torch.finfo(search.dtype or torch.float32).max, SMALLEST=search.smallest,
             SECOND=search.shares[1], THIRD=search.shares[2], FITS=search.fits,
             TRIES=3 * search.fits if search.scale == "float" else len(search.tried),

@@ -129,14 +129,14 @@ class Book:
         elsewhere torch, 116 to 784 small ops. Their sums differ by fp32 rounding.
         """
         if kernel := self._kernel(groups):
-            stored, _, codes = kernel.fit_scales_triton(groups, weights, self._constants, True)
+            stored, _, codes = kernel.fit_scales_triton(groups, weights, self._constants)
             return codes, stored
         return self.search_torch(groups, weights)
 
     def scales(self, groups: torch.Tensor, weights: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The stored scales of `search`, and their values in fp32."""
         if kernel := self._kernel(groups):
-            return kernel.fit_scales_triton(groups, weights, self._constants, False)[:2]
+            return kernel.fit_scales_triton(groups, weights, self._constants)[:2]
         stored = self.search_torch(groups, weights)[1]
         return stored, self.wide(stored)
 

@@ -317,7 +317,7 @@ def compiled(kernel, types, warps, values):
 values = dict(LIMIT=65504.0, SMALLEST=6e-8, SECOND=0.85, THIRD=0.7, TRIES=9, FITS=3, STEP=-3, LEAST=1, LAST=126, TINY=1e-30)
 cases = (0, 16, 64, "bfloat16"), (0, 8, 1024, "float16"), (1, 4, 16, "float32"), (2, 15, 32, "float32")
 for kind, levels, block, dtype in cases:
-    values |= dict(KIND=kind, LEVELS=levels, WEIGHTED=kind != 0, SCALED=kind == 1, MIRRORED=int(kind < 2), CODES=kind == 0)
+    values |= dict(KIND=kind, LEVELS=levels, WEIGHTED=kind != 0, SCALED=kind == 1, MIRRORED=int(kind < 2))
     values |= dict(DTYPE=getattr(tl, dtype), SIGN=128, BLOCK_R=max(1, f.VALUES // block), BLOCK_B=block)
     types = {"codes_ptr": "*i64", "q_ptr": "*u8", "scales_ptr": "*u8" if kind else "*fp32"}
     compiled(f._fit_scales_kernel, types, 4, values)
