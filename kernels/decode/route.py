@@ -9,6 +9,10 @@ from lowq_kernels.decode import router
 from lowq_kernels.decode.router import RouterFacts
 from lowq_kernels.dispatch.registry import FLOATS, LAST_RESORT, Config, Op, capability, register, select
 
+# Max. tokens of kernels that read a router once per token (triton/route) or, if it is large, once per eight (cuda/route). On an
+# H200, us, 64 tokens of 256 x 3072: cuda/route 5.7, triton/route_tiles 5.8; 128 tokens: 11.4, 6.4. More tokens than this go by
+# triton/route_tiles where all its programs run at once, else by triton/route_many.
+FEW = 64
 MIXED = "weights of another dtype than x"  # transformers keeps some routers in fp32 (Ernie 4.5)
 
 

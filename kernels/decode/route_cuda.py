@@ -15,7 +15,7 @@ from lowq_kernels import gpu
 from lowq_kernels.cuda.driver import UNFOLDED, Folded, Kernel
 from lowq_kernels.cuda.operands import TYPES
 from lowq_kernels.decode import launch
-from lowq_kernels.decode.route import RouteCall, Routing
+from lowq_kernels.decode.route import FEW, RouteCall, Routing
 from lowq_kernels.decode.router import RouterFacts
 from lowq_kernels.dispatch.registry import Config, register
 
@@ -25,9 +25,6 @@ TAKES = {"sigmoid", "choice_bias", "sum_eps", "factor", "norm", "scale", "each"}
 CLUSTER, WARPS, TOKENS = 8, 16, 8  # blocks per cluster, warps per block, tokens per cluster
 TILE, SPAN = 16, 32  # experts per row tile; k per warp and step
 MOST_TOKENS = 512
-# Max. tokens of routers with several row tiles a block, whose clusters read more: 64 of 256 x 3072 take 5.7 us on an H200 (by
-# triton/route_tiles 5.8), 128 take 11.4 (6.4), 256 take 18.2 (a matrix product 10.4).
-OF_SEVERAL_TILES = 64
 # Max. 16-byte loads of the router's weight per lane: 80 of its 128 registers; of routers beyond a softmax 64, with a norm 48.
 MOST_LOADS = {0: 20, 1: 16, 2: 12}
 # Max. such loads per lane that wait in shared memory: 160 of a block's 227 KB. Sums and scales of x (with a norm) take 40.
@@ -83,7 +80,7 @@ CLUSTERS = gpu.since(lambda g: g.max_cluster >= CLUSTER)
 
 
 def _prefer(call: RouteCall) -> bool:
-    return call.M <= OF_SEVERAL_TILES or _shape(call.E, call.H)[0] == 1
+    return call.M <= FEW or _shape(call.E, call.H)[0] == 1
 
 
 @register(

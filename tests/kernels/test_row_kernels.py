@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from emulation import error
 from lowq_kernels.decode import activation, elementwise, norms, norms_triton, prepare, prepare_triton, route_triton, router
+from lowq_kernels.decode import route_tiles_triton as tiles
 from lowq_kernels.decode.norms import Norm
 from lowq_kernels.decode.prepare import PositionScale, Prepared
 from lowq_kernels.decode.route import Routing
@@ -246,7 +247,7 @@ ROUTED = [(name, d) for i, name in enumerate(ROUTERS) for d in (TOLERANCE if nam
 
 
 @pytest.mark.parametrize(("name", "dtype"), ROUTED, ids=str)
-def test_route_by_facts(name, dtype):
+def test_route_by_facts(name, dtype, monkeypatch):
     E, H, top_k, facts = ROUTERS[name]
     tensors = {key: randn(n, dtype=torch.float32) for key, n in facts.items() if key in ("choice_bias", "each", "scale")}
     if "norm" in facts:
@@ -255,15 +256,26 @@ def test_route_by_facts(name, dtype):
         tensors["logits_bias"] = randn(facts["logits_bias"], dtype=dtype)
     f = RouterFacts((randn(E, H, dtype=torch.float32) / H**0.5).to(dtype), top_k, **(facts | tensors))
     x = randn(3, H, dtype=dtype)
-    for _ in range(2):  # twice: the counters that the first launch used must be left at zero
-        r = Routing.of(x, f)
-        ids = route_triton.route(r, {})
+    count = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    monkeypatch.setattr(route_triton, "counters", lambda n, device: count[:n])
+    r = Routing.of(x, f)
+    ids = route_triton.route(r, {})
+    assert not count.any()  # left at zero for the next launch
     wanted_ids, wanted = router.route_by(x, f)
     assert torch.equal(ids, wanted_ids)
     assert error(r.weights, wanted) < (TOLERANCE[dtype] if f.rounded else 1e-5)
     many = Routing.of(x.repeat(25, 1), f)
-    assert torch.equal(route_triton.route_many(many, {}), wanted_ids.repeat(25, 1))
+    assert torch.equal(tiles.route_many(many, {}), wanted_ids.repeat(25, 1))
     assert error(many.weights, wanted.repeat(25, 1)) < (TOLERANCE[dtype] if f.rounded else 1e-5)
+
+
+def test_logits_of_a_router_in_fp32_are_not_rounded():
+    f, x = RouterFacts(randn(16, 64, dtype=torch.float32), 3), randn(5, 64)
+    wanted_ids, wanted = router.route_by(x, f)
+    for kernel in (route_triton.route, tiles.route_many):
+        r = Routing.of(x, f)
+        assert torch.equal(kernel(r, {}), wanted_ids)
+        assert error(r.weights, wanted) < 1e-5
 
 
 def test_a_router_of_nan_still_names_experts():
