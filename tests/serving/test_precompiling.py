@@ -109,9 +109,9 @@ def test_the_first_text_after_quantize_compiles_nothing(tmp_path):
         subprocess.run([Path(sys.executable).with_name("lowq"), *words], env=env, check=True, capture_output=True)
         return {p for kind in ("cache/lowq/cubin/*", "triton/*/*.cubin") for p in tmp_path.glob(kind)}
 
-    # gptq: long enough for all kernels of so small a model
+    # distill: long enough for all kernels of so small a model
     before = lowq(
-        "quantize", "demo", "--method", "gptq", "--calib", "bundled", "--group", "32", "--out", str(tmp_path / "demo")
+        "quantize", "demo", "--method", "distill", "--calib", "bundled", "--group", "32", "--out", str(tmp_path / "demo")
     )
     assert before
     for prompt in ("Once", "Once upon a time there was a child who"):
