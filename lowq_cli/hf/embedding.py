@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from lowq_kernels.modules.linear import QuantLinear, blank_table, only_moved
-from lowq_packers.layouts import DISK, PackedWeight, repack, stored
-from lowq_packers.qtensor import dequantized
+from lowq_kernels.modules.look_up import look_up
+from lowq_packers.layouts import DISK, PackedWeight, get, repack, stored
 from lowq_packers.scheme import Scheme
 
 
@@ -58,13 +58,8 @@ class QuantEmbedding(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """The rows of `ids`, rounded once to the scales' dtype, then multiplied by the embedding's factor."""
-        s, take = self.scheme, stored(self.layout).rows
-        assert take is not None
-        dtype = self.weight_scale.dtype if s.scale == "float" else self.dtype
-        rows = dequantized(s, *take(self.packed, ids.reshape(-1)), self.weight_table).to(dtype).reshape(*ids.shape, -1)
-        if self.scale in (None, 1.0):
-            return rows
-        return rows * torch.full((), self.scale, dtype=dtype, device=rows.device)  # type: ignore[arg-type]
+        dtype = self.weight_scale.dtype if self.scheme.scale == "float" else self.dtype
+        return look_up(self.packed, ids, dtype, 1.0 if self.scale is None else self.scale)
 
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.weight.device)).dtype
@@ -90,13 +85,21 @@ class QuantEmbedding(nn.Module):
 class TiedHead(QuantLinear):
     """The output layer of a model with a packed, tied embedding: it has the embedding's weight and is absent from files.
 
-    Products need the device's layout and look-ups one with `rows`. On a CPU the layout "cpu" serves both; otherwise memory
-    holds two packed copies.
+    Both are one packed table in the layout that products need; two where look-ups cannot read that one.
     """
 
     def share(self, embedding: QuantEmbedding) -> None:
-        """Copy the embedding's weight."""
+        """Take the embedding's weight, and give it back in another layout if `prepare` changes that."""
+        self._table = (embedding,)  # in a tuple, as its tensors are not this module's
         self._hold(embedding.packed)
+
+    def prepare(self, dtype: torch.dtype | None = None) -> "TiedHead":
+        """As `QuantLinear.prepare`, for the embedding too."""
+        super().prepare(dtype)
+        (embedding,) = self._table
+        if embedding.layout != self.layout and get(self.layout).rows is not None:
+            embedding.hold(self.packed)
+        return self
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
         if self.bias is not None:

@@ -4,7 +4,11 @@ Neighbouring threads read neighbouring n: coalesced for the Triton kernels. For 
 `W_q` words and GPTQ's `qweight`; for 3 bits, GPTQ's (32 codes in 3 words).
 """
 
+from __future__ import annotations
+
+from lowq_packers import bitstream
 from lowq_packers.layouts import DISK, Layout, PackedWeight, pack, register, unpack
+from lowq_packers.lazy import torch
 from lowq_packers.qtensor import QuantizedTensor
 
 
@@ -25,4 +29,9 @@ def _from_rowstream(p: PackedWeight) -> PackedWeight:
     return _transposed(p, "strided")
 
 
-register(Layout("strided", _pack, _unpack, from_rowstream=_from_rowstream))
+def _take(p: PackedWeight, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    words, zeros = p.words[:, at].t(), None if p.zeros is None else p.zeros[:, at].t()
+    return bitstream.unpack(words, p.scheme.bits, p.K), p.scales[:, at].t(), zeros
+
+
+register(Layout("strided", _pack, _unpack, from_rowstream=_from_rowstream, rows=_take))

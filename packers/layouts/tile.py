@@ -118,10 +118,28 @@ def _unpack(p: PackedWeight) -> QuantizedTensor:
     return QuantizedTensor.of(s, _codes(fragments, p.N, p.K), _unmeta(p.scales, p.N), zeros, p.table)
 
 
+def _take(p: PackedWeight, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    bits, n, C, (tile, row) = p.scheme.bits, at.shape[0], chunks(p.K, p.scheme.bits), (at // ROWS, at % ROWS)
+    words = p.words.reshape(p.words.shape[0], C, -1)
+    # what four lanes hold of a row r or r + 8: of each word the codes of two halves e
+    lanes = lambda plane: plane.reshape(*plane.shape[:2], -1, 8, 4, 2, 2)[tile, :, :, row % 8, :, :, row // 8]  # noqa: E731
+    width = 2 if bits == 3 else bits
+    per_word = 16 // width
+    low = bitstream.unpack(lanes(words[..., :128] if bits == 3 else words).unsqueeze(-1), width, 2 * per_word)
+    codes = low.reshape(n, C, -1, 4, 2, 2, per_word)  # c, f // per_word, quad, j // 2, e, f % per_word
+    if bits == 3:
+        high = words[..., 128:].reshape(*words.shape[:2], 8, 4, 2)[tile, :, row % 8]
+        high = bitstream.unpack(high.unsqueeze(-1), 1, 32).reshape(n, C, 1, 4, 2, 2, per_word, 2)
+        codes = codes | torch.where((row < 8).reshape(-1, *[1] * 6), high[..., 0], high[..., 1]) << 2
+    codes = codes.permute(0, 1, 2, 6, 4, 3, 5).reshape(n, -1)[:, : p.K].contiguous()
+    place = row % 8 * 2 + row // 8
+    return codes, p.scales[tile, :, place], None if p.zeros is None else p.zeros[tile, :, place]
+
+
 def expected_shapes(scheme: Scheme, N: int, K: int) -> tuple[tuple[int, int], tuple[int, int, int]]:
     """Shapes of `words` and of `scales` (and zeros) for an (N, K) weight."""
     T = padded_rows(N) // ROWS
     return (T, chunks(K, scheme.bits) * WORDS[scheme.bits]), (T, scheme.groups(K), ROWS)
 
 
-register(Layout("tile", _pack, _unpack, shapes=expected_shapes, row_step=ROW_STEP))
+register(Layout("tile", _pack, _unpack, shapes=expected_shapes, row_step=ROW_STEP, rows=_take))
