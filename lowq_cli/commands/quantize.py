@@ -61,10 +61,10 @@ FLAGS: dict[str, tuple[type, Any]] = {
         option("Other bits for some weights; or PATTERN=keep.", None, "PATTERN=BITS[:GROUP]", "--override"),
     ),
     "skip": (list[str], option("Leave these weights as they are.", metavar="PATTERN")),
-    "lm_head": (str, option("Output head.  [default: 8 up to 4 bits, 4 up to 2, unless tied]", metavar="BITS|keep")),
+    "lm_head": (str, option("Output head.  [default: 8 up to 4 bits, 4 up to 2]", metavar="BITS|keep")),
     "embedding": (
         str,
-        option("Input embedding.  [default: keep, or 8 if tied, for --layout cpu]", metavar="BITS|keep"),
+        option("Input embedding.  [default: keep, or 8 if it is the head, too]", metavar="BITS|keep"),
     ),
     "vision": (str, option("The vision tower, if there is one.  [default: keep]", metavar="BITS|keep")),
     "calib": (

@@ -36,12 +36,12 @@ CALIB_TOKENS = 65536  # default number of tokens that calibrated methods read
 NOT_CALIBRATED = ("head", "embedding", "router", "vision", "projector", "audio")
 # Max. width of the layers -> bits of the head. An 8-bit head raises perplexity by less than 0.03%, a 4-bit head by 0.4 to 1.4%
 # (benchmarks/results/accuracy/head.json), which is little compared with 2-bit layers (108%). A decode step reads the whole
-# head: in an 8B model 1.05 GB in fp16, next to 3.7 GB of 4-bit layers or 2 GB of 2-bit layers. A tied head is kept: it is the
-# embedding, and a separate quantized copy would make the model larger.
+# head: in an 8B model 1.05 GB in fp16, next to 3.7 GB of 4-bit layers or 2 GB of 2-bit layers. A tied head has the embedding's
+# bits, since a separate copy would make the model larger.
 HEAD_BITS = {2: 4, 4: 8}
-# Bits of an embedding that is also the head, in the layout cpu, where both are one packed table. With 4-bit layers they change
-# the KL divergence by 0.0002 or less (benchmarks/notes/accuracy.md), and a step of a 1B takes 59 ms of a core instead of 84
-# (benchmarks/notes/cpu.md). Other layouts keep it: look-ups in a packed table have not been timed on a GPU.
+# Bits of an embedding that is also the head. With 4-bit layers they change the KL divergence by 0.0002 or less
+# (benchmarks/notes/accuracy.md). A step of a 1B takes 59 ms of a core instead of 84 (benchmarks/notes/cpu.md), and an H200
+# decodes it 1.15 times as fast (benchmarks/notes/decode.md).
 TIED_BITS = 8
 EXAMPLE = {"max_kl": "0.02 nats per token", "max_ppl": "1%", "tokens_per_s": "30"}
 BUDGETS = ("bpw", "size", "max_kl", "max_ppl")  # fields that replace `bits`
@@ -62,9 +62,10 @@ class Recipe:
         zero: kind of zero.
         layout: order of the words in the files; "auto" = rowstream, which every device repacks while loading; CUDA kernels read
             "tile" and CPU kernels read "cpu" without repacking (experts, odd row counts and in "tile" embeddings are not).
-        lm_head: bits of the output head, or "keep"; "auto" is 8 with layers of 4 and 3 bits, 4 with fewer; a tied head is kept.
-        embedding: bits of the input embedding, or "keep"; a tied embedding is also the head. "auto" is 8 for a tied one in the
-            layout "cpu" with layers of 4 bits or fewer and lm_head "auto", otherwise "keep".
+        lm_head: bits of the output head, or "keep"; "auto" is 8 with layers of 4 and 3 bits, 4 with fewer; a tied head has the
+            embedding's.
+        embedding: bits of the input embedding, or "keep"; a tied embedding is also the head. "auto" is 8 for a tied one with
+            layers of 4 bits or fewer and lm_head "auto", otherwise "keep".
         vision: bits of the linears of the vision tower, or "keep"; the projector of its features is always kept.
         dtype: dtype of scales, zeros and kept tensors; "source" = the model's.
         calib: text (.txt, .jsonl or a folder of them) that calibrated methods read; "self" = text that the model generates;
@@ -164,7 +165,7 @@ class Recipe:
         """Bits of an embedding that is also the head."""
         if self.embedding != "auto":
             return self.embedding
-        chosen = self.layout == "cpu" and self.lm_head == "auto" and self.head != "keep"
+        chosen = self.lm_head == "auto" and self.head != "keep"
         return TIED_BITS if chosen else "keep"
 
     @property

@@ -151,7 +151,7 @@ def test_run_quantizes_in_the_order_of_this_cpu(settings, layouts, tmp_path, own
     ("recipe", "bits"),
     [
         ({}, 8), ({"bits": 2}, 8), ({"bits": 8}, None), ({"lm_head": "keep"}, None), ({"embedding": "keep"}, None),
-        ({"embedding": 4}, 4), ({"overrides": ["embed_tokens=keep"]}, None), ({"layout": "auto"}, None),
+        ({"embedding": 4}, 4), ({"overrides": ["embed_tokens=keep"]}, None), ({"layout": "auto"}, 8),
     ],
 )  # fmt: skip
 def test_when_a_tied_table_is_packed_by_default(recipe, bits, family_checkpoints):
