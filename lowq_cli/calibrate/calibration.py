@@ -34,6 +34,7 @@ from lowq_cli.calibrate.requirements import (
     PassDone,
     learns_alone,
     rounds_both_sides,
+    trains_table,
 )
 from lowq_cli.files.folder import staged
 from lowq_cli.files.safetensors_io import FLOATS, TORCH_NAMES
@@ -189,7 +190,8 @@ class Calibration:
         if not all(p.is_file() for p in (self.folder / AROUND, *map(polished, files.values()))):
             start = self.blocks.start(self.ids, texts.BATCH, tables)[0]
             dtypes = {n: _dtype(self.items[n].outputs[1][1].dtype) for n in files}
-            yield from EndToEnd(self.blocks, self.items, dtypes, files, self.stored, len(start)).run(
+            tables_of = {i.source: _dtype(i.outputs[1][1].dtype) for i in self.embeddings if trains_table(i)}
+            yield from EndToEnd(self.blocks, self.items, dtypes, files, self.stored | tables_of, len(start)).run(
                 [self.ids, *self.later], start, targets, others, self.blocks.inside(tables), self.folder
             )
         self.layer_of = {n: polished(p) if p in files.values() else p for n, p in self.layer_of.items()}
@@ -347,8 +349,10 @@ class Calibration:
         return {"text": self.text.name, "hash": self.text.digest, "tokens": tokens, **seed}
 
     def values(self, item: Item) -> torch.Tensor | None:
-        """The new values (same shape) of an unquantized tensor that scales were folded into; None for any other tensor."""
-        return load_tensor(self.layer_of[item.name], f"{item.name}.values") if item.name in self.layer_of else None
+        """The new values (same shape) of an unquantized tensor that scales were folded into or that was trained, and those
+        from which a trained embedding is quantized; None for any other tensor."""
+        name = item.name if item.scheme is None else item.source
+        return load_tensor(self.layer_of[name], f"{name}.values") if name in self.layer_of else None
 
     def close(self) -> None:
         """Remove the files of finished layers, once the checkpoint holds them."""

@@ -1,7 +1,8 @@
 """Tensors around a model's layers that end-to-end training changes, too: the embedding, the head and the norm before it.
 
-They stay in 16 bits, so their new values take no more room. The embedding's row of a token makes up for errors that the first
-layers make with this token, and the head reads hidden states that hold the errors of all layers.
+They stay in 16 bits, so their new values take no more room, or are an embedding that is rounded to 8 bits afterwards. The
+embedding's row of a token makes up for errors that the first layers make with this token, and the head reads hidden states that
+hold the errors of all layers.
 """
 
 import torch
@@ -15,7 +16,7 @@ class Outside:
     """The trained tensors, in fp32. Reading the model with images, which fill rows of its first input, trains none of them.
 
     Args:
-        kept: checkpoint name -> dtype of the tensors that are not quantized. rate: Adam's learning rate of the embedding and
+        kept: name in the source -> dtype of the tensors that may be trained. rate: Adam's learning rate of the embedding and
             the head, as a share of their root mean square; norm_rate: that of the norm. A rate of 0 trains none.
     """
 

@@ -99,7 +99,7 @@ def rates(bits: int, weights: int) -> tuple[float, float, float]:
 
 
 def table_rate(weights: int) -> float:
-    """The rate of embedding and head where they stay unquantized: 0 in a model of more than MOST_CODES weights."""
+    """The rate of embedding and head where `trains_table`: 0 in a model of more than MOST_CODES weights."""
     return TABLES if weights <= MOST_CODES else 0.0
 
 
@@ -145,6 +145,12 @@ def trains_codes(item: Item, weights: int, steps: int) -> bool:
     """Whether all layers trained together for so many steps may change a matrix's codes."""
     code_rate = rates(item.scheme.bits, weights)[2] if item.scheme else 0.0
     return starts_straight(item, weights) or can_move(code_rate, steps)
+
+
+def trains_table(item: Item) -> bool:
+    """Whether all layers trained together change an embedding or a head: those in 16 bits, and embeddings of 8 bits, which are
+    rounded again afterwards. They change none in a model for which `table_rate` is 0."""
+    return item.scheme is None or (item.kind == "embedding" and item.scheme.bits == 8)
 
 
 def step_count(tokens: int, passes: int) -> int:
@@ -249,5 +255,5 @@ def _together(plan: Plan, items: list[Item], layers: dict[str, int], streams: in
         if i.scheme
     )
     batch = texts.BATCH * texts.WINDOW * hidden * (len(layers) + 24)
-    around = sum(i.params * (6 if table_rate(weights) and i.scheme is None else 1) for i in tables)
+    around = sum(i.params * (6 if table_rate(weights) and trains_table(i) else 1) for i in tables)
     return int(grids) + streams + 4 * (4 * max(layers.values()) + batch + around + 6 * texts.WINDOW * rows)

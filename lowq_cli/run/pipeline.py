@@ -190,14 +190,15 @@ def _write(
         shard, item, before = task
         file = files[shard.name]
         began = time.monotonic()
+        values = calibration.values(item) if calibration else None
         if before:
             outcome: Outcome | None = None
         elif item.scheme is None:
-            outcome = transform.copy(item, source, file, calibration.values(item) if calibration else None)
+            outcome = transform.copy(item, source, file, values)
         else:
             quantizer = calibration.quantizer(item) if calibration else None
             factors = calibration.factors(item) if calibration else (None, None)
-            outcome = transform.quantize_matrix(item, source, file, device, quantizer, factors)
+            outcome = transform.quantize_matrix(item, source, file, device, quantizer, factors, values)
         return task, outcome, time.monotonic() - began
 
     # Workers continue with the next files while one file is finished; they stop before the files are closed.

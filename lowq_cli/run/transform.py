@@ -35,11 +35,12 @@ def quantize_matrix(
     device: torch.device,
     quantizer: quantizers.Quantize | None = None,
     factors: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    values: torch.Tensor | None = None,
 ) -> tuple[float, list[int]]:
     """Quantize one matrix into `file`, slab by slab; returns its relative error and the CRC-32 of each tensor written.
 
     quantizer: called with the matrix's rows in order; None uses the item's method. factors: rows are first multiplied by the
-    first (N,), columns by the second (K,).
+    first (N,), columns by the second (K,). values: the matrix (N, K) if not the source's.
     """
     assert item.scheme
     dtype = scale_dtype(item)
@@ -51,6 +52,8 @@ def quantize_matrix(
     crc, at = [0] * len(item.outputs), [0] * len(item.outputs)
     squared_error = squared_norm = lost = 0.0
     rows, unit = read_rows(item, source), get(item.layout).row_step
+    if values is not None:
+        rows = lambda first, last: values.reshape(item.shape)[first:last]  # noqa: E731
     if quantizer is None:
         quantizer = quantizers.get(item.method)
         if item.scheme.table and item.method:

@@ -225,8 +225,9 @@ def test_a_plan_says_where_codes_cannot_move(bits, still, family_checkpoints, tm
         given = make_recipe(bits=bits, group=16, method="distill", calib=texts.BUNDLED, calib_tokens=tokens)
         with prepare.prepare(dense, given, tmp_path / "out", "cpu", headers_only=True) as run:
             notes.append([n for n in run.plan.notes if "distill trains no codes of" in n])
-            weights, steps = sum(i.params for i in run.plan.items if i.scheme), requirements.step_count(tokens, 4)
-            sizes.append([requirements.trains_codes(i, weights, steps) for i in run.plan.items if i.scheme])
+            layers = [i for i in run.plan.items if i.scheme and i.kind != "embedding"]
+            weights, steps = sum(i.params for i in layers), requirements.step_count(tokens, 4)
+            sizes.append([requirements.trains_codes(i, weights, steps) for i in layers])
     assert [len(n) for n in notes] == [still, 0]
     assert all(requirements.step_count(65536, 4) == int(n.split(": ")[1].split()[0]) for n in notes[0])
     assert sizes == [[bits == 2] * len(sizes[0]), [bits != 8] * len(sizes[1])]
