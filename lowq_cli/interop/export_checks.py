@@ -220,8 +220,10 @@ def reachable(checkpoint: Checkpoint, to: str) -> bool:
         return False
 
     def expected(t: CheckpointTensor) -> CheckpointTensor:
-        if t.scheme is None or t.name.endswith((*GATHERED, "lm_head")):
-            return replace(t, scheme=None)
+        if t.scheme is None:
+            return t
+        if t.name.endswith((*GATHERED, "lm_head")):
+            return _unpacked(t, "BF16")
         groups = [t.shape[1] if g == "channel" else int(g) for g in target.groups]
         schemes = (target.scheme(target.bits[0], g) for g in groups if t.shape[1] % g == 0)
         return replace(t, scheme=next((s for s in schemes if not fmt.why_not(s, *t.shape)), t.scheme))
