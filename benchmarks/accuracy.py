@@ -33,6 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -191,7 +192,10 @@ class Made(NamedTuple):
 
 
 def quantized(folder: Path, recipe: Recipe, judge: Judge) -> Made:
-    """What `lowq quantize` makes of the model in `folder`; the judge's model has its values from then on."""
+    """What `lowq quantize` makes of the model in `folder`; the judge's model has its values from then on. An embedding that is
+    also the head stays in 16 bits unless the recipe says otherwise: the tables compare the linear layers."""
+    if recipe.embedding == "auto":
+        recipe = replace(recipe, embedding="keep")
     with tempfile.TemporaryDirectory() as out:
         checkpoint = Path(out) / "q"
         with pipeline.prepare(folder, recipe, checkpoint, device=device()) as prepared:

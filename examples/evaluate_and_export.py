@@ -9,8 +9,8 @@ TEXT = "It was the best of times, it was the worst of times, it was the age of w
 
 
 def main() -> None:
-    # zero="none" is the symmetric scheme that compressed-tensors, and so vLLM, has kernels for
-    lowq.quantize("demo", out="demo-4bit", bits=4, group=64, zero="none", device="cpu", fresh=True)
+    # zero="none" is the symmetric scheme that compressed-tensors, and so vLLM, has kernels for; it holds no packed embedding
+    lowq.quantize("demo", out="demo-4bit", bits=4, group=64, zero="none", embedding="keep", device="cpu", fresh=True)
     scores = {name: lowq.perplexity(name, TEXT, device="cpu")["ppl"] for name in ("demo", "demo-4bit")}
     print("perplexity:", ", ".join(f"{name} {ppl:.2f}" for name, ppl in scores.items()))
 

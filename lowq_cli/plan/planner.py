@@ -147,11 +147,11 @@ def _decide(c: Candidate, recipe: Recipe, request: Request) -> Decision:
     if recipe.in_blocks:
         why = "other" if c.kind == "other" else "stored stacked, transposed or fused" if c.cut != WHOLE else ""
         return Decision(None if why else recipe.in_blocks, why)
-    K = c.shape[1]
+    K, kind = c.shape[1], "" if request.by_name else c.kind
     size = recipe.group_for(request.bits) if request.group is None else request.group
     group = K if size == "channel" else size
     if group == K or K % group == 0:
-        return Decision(recipe.scheme(request.bits, group))
+        return Decision(recipe.scheme(request.bits, group, kind))
     fitting = None if recipe.fixed_group(request.bits) else fit_group(K, group)
     if request.group is not None or (request.by_name and fitting is None):
         raise SchemeError(
@@ -161,7 +161,7 @@ def _decide(c: Candidate, recipe: Recipe, request: Request) -> Decision:
         return Decision(None, f"K={K} is not a multiple of {group}, the group size of {recipe.format}")
     if fitting is None:
         return Decision(None, f"K={K} is not a multiple of {GROUP_STEP}, so no group divides it (--group channel takes it)")
-    return Decision(recipe.scheme(request.bits, fitting), f"group {fitting}, because {group} does not divide K={K}")
+    return Decision(recipe.scheme(request.bits, fitting, kind), f"group {fitting}, because {group} does not divide K={K}")
 
 
 def _check_targets(candidates: list[Candidate], decisions: Mapping[str, Decision]) -> None:

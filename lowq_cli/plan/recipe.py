@@ -41,7 +41,8 @@ NOT_CALIBRATED = ("head", "embedding", "router", "vision", "projector", "audio")
 HEAD_BITS = {2: 4, 4: 8}
 # Bits of an embedding that is also the head. With 4-bit layers they change the KL divergence by 0.0002 or less
 # (benchmarks/notes/accuracy.md). A step of a 1B takes 59 ms of a core instead of 84 (benchmarks/notes/cpu.md), and an H200
-# decodes it 1.15 times as fast (benchmarks/notes/decode.md).
+# decodes it 1.19 times as fast (benchmarks/notes/decode.md). These and heads of 8 bits have no zeros unless asked for, so that
+# GGUF and MLX hold them exactly; the KL divergence is 0.00009 instead of 0.00006 (base, g64; benchmarks/notes/accuracy.md).
 TIED_BITS = 8
 EXAMPLE = {"max_kl": "0.02 nats per token", "max_ppl": "1%", "tokens_per_s": "30"}
 BUDGETS = ("bpw", "size", "max_kl", "max_ppl")  # fields that replace `bits`
@@ -62,10 +63,10 @@ class Recipe:
         zero: kind of zero.
         layout: order of the words in the files; "auto" = rowstream, which every device repacks while loading; CUDA kernels read
             "tile" and CPU kernels read "cpu" without repacking (experts, odd row counts and in "tile" embeddings are not).
-        lm_head: bits of the output head, or "keep"; "auto" is 8 with layers of 4 and 3 bits, 4 with fewer; a tied head has the
-            embedding's.
-        embedding: bits of the input embedding, or "keep"; a tied embedding is also the head. "auto" is 8 for a tied one with
-            layers of 4 bits or fewer and lm_head "auto", otherwise "keep".
+        lm_head: bits of the output head, or "keep"; "auto" is 8 without zeros with layers of 4 and 3 bits, 4 with fewer; a tied
+            head has the embedding's.
+        embedding: bits of the input embedding, or "keep"; a tied embedding is also the head. "auto" is 8 without
+            zeros for a tied one with layers of 4 bits or fewer and lm_head "auto", otherwise "keep".
         vision: bits of the linears of the vision tower, or "keep"; the projector of its features is always kept.
         dtype: dtype of scales, zeros and kept tensors; "source" = the model's.
         calib: text (.txt, .jsonl or a folder of them) that calibrated methods read; "self" = text that the model generates;
@@ -215,10 +216,13 @@ class Recipe:
         t = self.table
         return t.group if t and t.fixed and bits in t.bits else None
 
-    def scheme(self, bits: int, group: int) -> Scheme:
-        """The scheme of weights of a width and group size."""
+    def scheme(self, bits: int, group: int, kind: str = "") -> Scheme:
+        """The scheme of weights of a width and group size. kind: "head" or "embedding" if its own field gives the width."""
         t = self.table
-        return t.scheme(bits, group) if t and bits in t.bits else Scheme(bits, group, self.zero)
+        if t and bits in t.bits:
+            return t.scheme(bits, group)
+        plain = bits == 8 and {"head": self.lm_head, "embedding": self.embedding}.get(kind) == "auto"
+        return Scheme(bits, group, "none" if plain else self.zero)
 
     def _check_table(self) -> None:
         t = self.table

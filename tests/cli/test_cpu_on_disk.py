@@ -75,7 +75,7 @@ def tied(family_checkpoints, tmp_path_factory):
     def make(family):
         if family not in made:
             folder, dense = tmp_path_factory.mktemp("tied"), family_checkpoints(family, "bfloat16").dense
-            quantize(dense, folder / "row", bits=4, group=32, method="rtn", embedding=8)
+            quantize(dense, folder / "row", bits=4, group=32, method="rtn")
             quantize(dense, folder / "cpu", bits=4, group=32, method="rtn", layout="cpu")
             made[family] = folder / "row", folder / "cpu"
         return made[family]

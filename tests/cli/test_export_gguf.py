@@ -61,10 +61,10 @@ def test_the_gguf_reader_finds_our_weights(demo4, demo_gguf):
     for t in checkpoint.tensors:
         if not t.scheme:
             continue
-        _, _, layer, _, leaf = t.name.split(".")
+        layer, leaf = ("", "embed_tokens") if t.name.endswith("embed_tokens") else t.name.split(".")[2::2]
         names = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", "o_proj": "attn_output"}
         ours = names.get(leaf, "ffn_" + leaf.removesuffix("_proj"))
-        theirs = result[f"blk.{layer}.{ours}.weight"]
+        theirs = result[f"blk.{layer}.{ours}.weight" if layer else "token_embd.weight"]
         kinds.add(theirs.tensor_type.name)
         w = torch.from_numpy(package.quants.dequantize(theirs.data, theirs.tensor_type).copy())
         if leaf in ("q_proj", "k_proj"):

@@ -368,7 +368,7 @@ def test_a_bare_lowq_in_a_terminal_keeps_the_lines_of_its_help():
 
 
 def test_a_dry_run_writes_its_plan_to_stdout_and_quiet_leaves_the_result(tmp_path):
-    done = run("quantize", "demo", "--dry-run", XDG_STATE_HOME=str(tmp_path))
+    done = run("quantize", "demo", "--dry-run", "--embedding", "keep", XDG_STATE_HOME=str(tmp_path))
     assert "bits per weight" in done.stdout
     assert "by lsq, on" in done.stdout
     assert "--embedding 8 would make the whole" in done.stdout

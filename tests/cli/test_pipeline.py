@@ -35,7 +35,7 @@ def same(a, b):
 def test_every_tensor_is_that_of_quantizer_and_layout(family, family_checkpoints, pack_checkpoint, tmp_path):
     schemes = dict.fromkeys(("attention", "mlp", "expert"), Scheme(3, 16, "int"))
     dense = family_checkpoints(family).dense
-    schemes["head" if "lm_head.weight" in all_tensors(dense) else "embedding"] = Scheme(8, 16, "int")
+    schemes["head" if "lm_head.weight" in all_tensors(dense) else "embedding"] = Scheme(8, 16, "none")
     expected = pack_checkpoint(dense, tmp_path / "expected", schemes).packed
     *_, finished = run(dense, make_recipe(bits=3, group=16, zero="int", method="rtn"), tmp_path / "out", shard_size=50_000)
     assert isinstance(finished, Finished)
@@ -51,7 +51,7 @@ def test_scales_have_the_dtype_of_the_model(dtype, family_checkpoints, pack_chec
     shutil.copytree(family_checkpoints("llama").dense, dense)
     (path,) = dense.glob("*.safetensors")
     save_file({n: t.to(dtype) for n, t in load_file(path).items()}, path)
-    schemes = dict.fromkeys(("attention", "mlp"), Scheme(4, 16, "float")) | {"head": Scheme(8, 16, "float")}
+    schemes = dict.fromkeys(("attention", "mlp"), Scheme(4, 16, "float")) | {"head": Scheme(8, 16, "none")}
     expected = pack_checkpoint(dense, tmp_path / "expected", schemes, str(stored).removeprefix("torch.")).packed
     list(run(dense, make_recipe(bits=4, group=16, method="rtn"), tmp_path / "out"))
     scales = {n: t for n, t in all_tensors(tmp_path / "out").items() if n.endswith(("_scale", "_zero"))}

@@ -44,7 +44,7 @@ def lowq(*args):
 
 def test_shapes_are_those_the_decoder_multiplies(folder):
     shapes = {(s.N, s.K): s.count for s in tuning_plan.shapes_of(open_checkpoint(folder), torch.bfloat16)}
-    assert shapes == {(512, 256): 6, (256, 256): 6, (1536, 256): 6, (256, 768): 6}
+    assert shapes == {(512, 256): 6, (256, 256): 6, (1536, 256): 6, (256, 768): 6, (8192, 256): 1}
 
 
 def test_tune_writes_winners_into_the_checkpoint_and_prints_a_summary(folder, monkeypatch):
@@ -54,9 +54,9 @@ def test_tune_writes_winners_into_the_checkpoint_and_prints_a_summary(folder, mo
     assert result["complete"]
     machines = tuning_file.read_file(folder / tuning_file.FILE)
     assert [m["gpu"] for m in machines] == [result["gpu"]]
-    assert len(machines[0]["entries"]) == result["entries"] == 4 * 2 * 2  # shapes, batch sizes, layouts
-    assert "wrote 16 entries" in output
-    assert tuning.use(folder, torch.device("cpu")) == 16
+    assert len(machines[0]["entries"]) == result["entries"] == 5 * 2 * 2  # shapes, batch sizes, layouts
+    assert "wrote 20 entries" in output
+    assert tuning.use(folder, torch.device("cpu")) == 20
 
 
 def test_a_folder_that_may_not_be_written_is_refused_before_anything_is_measured(folder, monkeypatch):
@@ -64,7 +64,7 @@ def test_a_folder_that_may_not_be_written_is_refused_before_anything_is_measured
     done = CliRunner().invoke(app, ["tune", str(folder), "--device", "cpu"])
     assert isinstance(done.exception, UsageError)
     assert "tune a copy of the checkpoint" in str(done.exception)
-    assert "tuning 4 shapes" not in done.stderr
+    assert "tuning 5 shapes" not in done.stderr
 
 
 def test_an_interruption_keeps_measurements(folder, monkeypatch):

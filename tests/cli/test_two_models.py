@@ -26,7 +26,7 @@ def no_tables_left():
 @pytest.fixture
 def twins(tmp_path):
     """Two folders with the same model; the table of the first names a kernel that no rule takes for the products of one row."""
-    quantize("demo", tmp_path / "a", method="rtn", device="cpu")
+    quantize("demo", tmp_path / "a", method="rtn", embedding="keep", device="cpu")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     first, _ = ready(tmp_path / "b", "cpu")
     layers = [m for m in first.linears.modules() if hasattr(m, "scheme") and hasattr(m, "layout")]
