@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 
+from lowq_cli.output.calls import Enclosed
 from lowq_cli.output.json_text import converted, escaped
 from lowq_cli.output.parts import Parts
 from lowq_cli.output.source import Source, Wait, ignore
@@ -11,27 +12,15 @@ DEEPEST = 64  # max. nesting of values; a deeper value is passed on as plain tex
 
 
 @dataclass(frozen=True)
-class Braces:
-    """The marks. open, close: around a call. quote: on both sides of a string."""
+class Braces(Enclosed):
+    """The marks around a call. quote: on both sides of a string."""
 
-    open: str
-    close: str
-    quote: str
-
-    @property
-    def form(self) -> tuple[str, ...]:
-        """(): there is no grammar for this syntax, so forced calls are bare JSON."""
-        return ()
+    quote: str = ""
 
     @property
     def tags(self) -> tuple[str, ...]:
         """The marks that may be special tokens."""
         return (self.open, self.close, self.quote)
-
-    @property
-    def openers(self) -> tuple[str, ...]:
-        """The marks that begin a call."""
-        return (self.open,)
 
     def read(self, source: Source, out: Parts) -> Wait[None]:
         """Read text up to the first call, and the call."""

@@ -3,13 +3,14 @@
 import json
 from dataclasses import dataclass
 
+from lowq_cli.output.calls import Calls
 from lowq_cli.output.json_text import typed
 from lowq_cli.output.parts import Parts
 from lowq_cli.output.source import Source, Wait, ignore
 
 
 @dataclass(frozen=True)
-class Elements:
+class Elements(Calls):
     """The tags. section: around all calls. call, name_end: around a function's name. key, key_ends: around a key."""
 
     section: str
@@ -20,11 +21,6 @@ class Elements:
     value_end: str
     name_end: str = ">"
     key_ends: tuple[str, ...] = (">",)
-
-    @property
-    def form(self) -> tuple[str, ...]:
-        """(): there is no grammar for this syntax, so forced calls are bare JSON."""
-        return ()
 
     @property
     def tags(self) -> tuple[str, ...]:

@@ -3,21 +3,17 @@
 import json
 from dataclasses import dataclass
 
+from lowq_cli.output.calls import Calls
 from lowq_cli.output.json_text import typed
 from lowq_cli.output.parts import Parts
 from lowq_cli.output.source import Source, Wait, ignore
 
 
 @dataclass(frozen=True)
-class KeyValues:
+class KeyValues(Calls):
     """The tags. prefix: begins the names of all tags."""
 
     prefix: str = ""
-
-    @property
-    def form(self) -> tuple[str, ...]:
-        """(): there is no grammar for this syntax, so forced calls are bare JSON."""
-        return ()
 
     @property
     def tags(self) -> tuple[str, ...]:

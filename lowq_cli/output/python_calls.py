@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from lowq_cli.output.calls import Enclosed
 from lowq_cli.output.parts import Parts
 from lowq_cli.output.source import LONGEST, Source, Wait, ignore
 
@@ -14,26 +15,8 @@ HEAD = re.compile(r"[A-Za-z_][\w.-]*\s*\(")
 
 
 @dataclass(frozen=True)
-class PythonCalls:
-    """The marks. open, close: around the calls; "" if an answer begins with the calls."""
-
-    open: str = ""
-    close: str = ""
-
-    @property
-    def form(self) -> tuple[str, ...]:
-        """(): there is no grammar for this syntax, so forced calls are bare JSON."""
-        return ()
-
-    @property
-    def tags(self) -> tuple[str, ...]:
-        """The marks that may be special tokens."""
-        return tuple(filter(None, (self.open, self.close)))
-
-    @property
-    def openers(self) -> tuple[str, ...]:
-        """The marks that begin a call."""
-        return tuple(filter(None, (self.open,)))
+class PythonCalls(Enclosed):
+    """The marks around the calls; "" if an answer begins with the calls."""
 
     def read(self, source: Source, out: Parts) -> Wait[None]:
         """Read text up to the first calls, and the calls."""

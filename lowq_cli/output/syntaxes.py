@@ -3,37 +3,10 @@
 import re
 from collections.abc import Container
 from dataclasses import dataclass
-from typing import Protocol
 
 from lowq_cli.output import bare_json, braces, elements, harmony, headed_json, key_values, python_calls, tagged_json
-from lowq_cli.output.parts import Parts
-from lowq_cli.output.source import Source, Wait
+from lowq_cli.output.calls import Calls
 from lowq_cli.output.thoughts import THOUGHT_MARKS, Thoughts, thought_marks_of
-
-
-class Calls(Protocol):
-    """A syntax of calls.
-
-    form: the pieces of a call: literal texts and the placeholders NAME and ARGUMENTS, or OBJECT for both. () if there is no
-    grammar for the syntax: forced calls are then bare JSON, which is read with every syntax.
-    """
-
-    @property
-    def form(self) -> tuple[str, ...]: ...
-
-    @property
-    def tags(self) -> tuple[str, ...]:
-        """The marks that may be special tokens, which decoding would leave out."""
-        ...
-
-    @property
-    def openers(self) -> tuple[str, ...]:
-        """The marks that begin a call."""
-        ...
-
-    def read(self, source: Source, out: Parts) -> Wait[None]:
-        """Read text up to the next calls, and the calls; takes at least one character if there is one."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -2,32 +2,20 @@
 
 from dataclasses import dataclass
 
+from lowq_cli.output.calls import Enclosed
 from lowq_cli.output.json_text import call_object
 from lowq_cli.output.parts import Parts
 from lowq_cli.output.source import OBJECT, Source, Wait, ignore
 
 
 @dataclass(frozen=True)
-class TaggedJson:
+class TaggedJson(Enclosed):
     """The tags. close: "" if the JSON's end is the end of a call."""
-
-    open: str
-    close: str
-
-    @property
-    def tags(self) -> tuple[str, ...]:
-        """The tags that may be special tokens."""
-        return tuple(filter(None, (self.open, self.close)))
 
     @property
     def form(self) -> tuple[str, ...]:
         """The pieces of a call (`Calls.form`)."""
         return (self.open, "\n", OBJECT, "\n", self.close) if self.open in ("<tool_call>", "<tool_calls>") else ()
-
-    @property
-    def openers(self) -> tuple[str, ...]:
-        """The tag that begins a call."""
-        return (self.open,)
 
     def read(self, source: Source, out: Parts) -> Wait[None]:
         """Read text up to the first calls, and the calls."""
