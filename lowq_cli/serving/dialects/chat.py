@@ -4,33 +4,15 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from lowq_cli.output.parts import Part
-from lowq_cli.serving.dialects.completions import DONE, LEAST, Around
-from lowq_cli.serving.http import fields
-from lowq_cli.serving.http.answers import COMMENT, Answer, event
-from lowq_cli.serving.http.refusal import Refusal
+from lowq_cli.serving.dialects.completions import DONE, LEAST, Around, OpenAi
+from lowq_cli.serving.http.answers import Answer, event
 from lowq_cli.serving.http.text import Piece
 
 
-class Chat:
+class Chat(OpenAi):
     """The dialect of /v1/chat/completions."""
 
-    name, media_type = "chat", "text/event-stream"
-
-    def read(self, body: dict[str, Any]) -> fields.Params:
-        """Parse a body. Raises Refusal."""
-        return fields.read(body, chat=True)
-
-    def refused(self, why: Refusal) -> dict[str, Any]:
-        """As OpenAI says it."""
-        return why.body
-
-    def failed(self, why: Refusal, answer: Answer) -> bytes:
-        """The last event of a stream that ends with an error."""
-        return event(why.body)
-
-    def idle(self, answer: Answer) -> bytes:
-        """A comment: OpenAI's clients take every event with data for a part of the answer."""
-        return COMMENT
+    name, chat = "chat", True
 
     async def whole(self, answer: Answer) -> dict[str, Any]:
         """The answer as one object."""

@@ -1,7 +1,7 @@
 """OpenAI's /v1/completions."""
 
 from collections.abc import AsyncIterator, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from lowq_cli.serving.http import fields
 from lowq_cli.serving.http.answers import COMMENT, Answer, encoded, event
@@ -13,14 +13,15 @@ LEAST = -9999.0  # lowest log-probability in a response: JSON has no -inf
 Logprobs = dict[str, list[Any]]
 
 
-class Completions:
-    """The dialect of /v1/completions."""
+class OpenAi:
+    """What OpenAI's APIs of completions and of chats share."""
 
-    name, media_type = "completion", "text/event-stream"
+    chat: ClassVar[bool]
+    media_type = "text/event-stream"
 
     def read(self, body: dict[str, Any]) -> fields.Params:
         """Parse a body. Raises Refusal."""
-        return fields.read(body, chat=False)
+        return fields.read(body, self.chat)
 
     def refused(self, why: Refusal) -> dict[str, Any]:
         """As OpenAI says it."""
@@ -33,6 +34,12 @@ class Completions:
     def idle(self, answer: Answer) -> bytes:
         """A comment: OpenAI's clients take every event with data for a part of the answer."""
         return COMMENT
+
+
+class Completions(OpenAi):
+    """The dialect of /v1/completions."""
+
+    name, chat = "completion", False
 
     async def whole(self, answer: Answer) -> dict[str, Any]:
         """The answer as one object."""
