@@ -31,30 +31,8 @@ SCALE, STREAM = "scale", "stream"
 
 
 @dataclass(frozen=True, eq=False)
-class ProductAdd(s.Step):
-    """x += layer(y), together with the values of the new x that the next norm needs."""
-
-    layer: Any
-    role: str
-    norm: Norm
-    what = "product"
-
-    def width(self, before: int) -> int:
-        return int(self.layer.out_features)
-
-    def compiled_for(self) -> tuple[object, ...]:
-        return (self.role, *_facts(self.layer))
-
-    def run(self, f: s.Frame) -> None:
-        fold = f.ops.fold
-        assert fold is not None
-        assert self.norm.weight is not None
-        f.kept[STREAM] = fold.product_add(self.layer, f.y, f.x, self.norm.weight, self.norm.eps, f.kept[SCALE])
-
-
-@dataclass(frozen=True, eq=False)
-class NormProduct(s.Step):
-    """y = layer(norm(x)), or with `act` the gate of that, from the values of the preceding `ProductAdd`."""
+class _Folded(s.Step):
+    """A product with the steps around it fused in. act: the activation of the gate behind it, or "" without a gate."""
 
     layer: Any
     role: str
@@ -67,6 +45,24 @@ class NormProduct(s.Step):
     def compiled_for(self) -> tuple[object, ...]:
         return (self.role, *_facts(self.layer))
 
+
+@dataclass(frozen=True, eq=False)
+class ProductAdd(_Folded):
+    """x += layer(y), together with the values of the new x that the next norm needs."""
+
+    norm: Norm = field(kw_only=True)
+
+    def run(self, f: s.Frame) -> None:
+        fold = f.ops.fold
+        assert fold is not None
+        assert self.norm.weight is not None
+        f.kept[STREAM] = fold.product_add(self.layer, f.y, f.x, self.norm.weight, self.norm.eps, f.kept[SCALE])
+
+
+@dataclass(frozen=True, eq=False)
+class NormProduct(_Folded):
+    """y = layer(norm(x)), or with `act` the gate of that, from the values of the preceding `ProductAdd`."""
+
     def run(self, f: s.Frame) -> None:
         fold, stream = f.ops.fold, f.kept[STREAM]
         assert fold is not None
@@ -77,19 +73,8 @@ class NormProduct(s.Step):
 
 
 @dataclass(frozen=True, eq=False)
-class ProductGate(s.Step):
+class ProductGate(_Folded):
     """y = act(gate) * up, where layer(y) holds gate and up."""
-
-    layer: Any
-    role: str
-    act: str
-    what = "product"
-
-    def width(self, before: int) -> int:
-        return int(self.layer.out_features) // 2
-
-    def compiled_for(self) -> tuple[object, ...]:
-        return (self.role, *_facts(self.layer))
 
     def run(self, f: s.Frame) -> None:
         assert f.ops.fold is not None
@@ -167,7 +152,7 @@ def _facts(layer: Any) -> tuple[object, ...]:
 def blank(step: s.Step, ops: Ops, M: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """Dummy values (zeros and ones) of the kept values that a folded step of M rows reads."""
     fold = ops.fold
-    if fold is None or not isinstance(step, ProductAdd | NormProduct | ProductGate):
+    if fold is None or not isinstance(step, _Folded):
         return {}
     scale, K = torch.ones(M, dtype=torch.float32, device=device), step.layer.in_features
     squares = torch.ones(M, K // fold.SQUARES, dtype=torch.float32, device=device)
@@ -250,7 +235,7 @@ def _fold_products(steps: list[s.Step], ops: Ops, M: int, dtype: torch.dtype) ->
             entering = False
         elif isinstance(step, s.Product) and _adds(step, rest, ops.fold, M, dtype):
             assert isinstance(rest[0], s.AddNorm)
-            folded.append(ProductAdd(step.layer, step.role, rest[0].norm))
+            folded.append(ProductAdd(step.layer, step.role, norm=rest[0].norm))
             i, entering = i + 2, True
         elif isinstance(step, s.Product) and gate and not ops.fold.why_not(step.layer, M, dtype, ops.fold.ACTS[gate.act]):
             folded.append(ProductGate(step.layer, step.role, gate.act))
