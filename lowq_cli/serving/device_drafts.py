@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from lowq_cli.engine.batch import Batch, KeyValues, upload
-from lowq_cli.engine.drafts.drafter import PagedDrafter
+from lowq_cli.engine.drafts.drafter import LastRows, PagedDrafter
 from lowq_cli.engine.plan import Plan
 from lowq_cli.engine.state import BLOCK
 from lowq_cli.serving.batch_state import BatchState
@@ -126,7 +126,7 @@ class DeviceDrafts:
         began = time.perf_counter()
         states = self._at(self._upload([one.table for one in texts]))
         made, pos = [t.index_select(0, last) for t in made], pos.index_select(0, last)
-        guesses = self.drafter.go_on(self._newest(texts), made, pos, states, self.angles, K)
+        guesses = self.drafter.go_on(LastRows(self._newest(texts), made, pos, states, self.angles), K)
         self.seconds = time.perf_counter() - began
         return guesses
 

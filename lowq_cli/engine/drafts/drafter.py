@@ -63,6 +63,20 @@ class DraftRows:
     per: int = 0
 
 
+@dataclass(frozen=True)
+class LastRows:
+    """The last rows of B sequences, one each, after which a drafter guesses, in the order of the block tables of `held`.
+
+    pos (B,) int32: their positions. drawn (B,): the tokens after them. made: the result of `PagedDrafter.write` for them.
+    """
+
+    drawn: torch.Tensor
+    made: Sequence[torch.Tensor]
+    pos: torch.Tensor
+    held: Sequence[KeyValues | States]
+    angles: Angles
+
+
 class DeviceDrafter(Protocol):
     """Drafts on the device, within the recorded step: draft heads and draft models, which have a separate cache.
 
@@ -115,17 +129,6 @@ class PagedDrafter(DeviceDrafter, Protocol):
         row, or the row's own token where `layers` is empty."""
         ...
 
-    def go_on(
-        self,
-        drawn: torch.Tensor,
-        made: Sequence[torch.Tensor],
-        pos: torch.Tensor,
-        held: Sequence[KeyValues | States],
-        angles: Angles,
-        K: int,
-    ) -> torch.Tensor:
-        """Drafts (B, K) int64 after rows at pos (B,) int32, one row per sequence, in the order of the block tables of `held`.
-
-        drawn (B,): the tokens after these rows. made: the result of `write` for these rows.
-        """
+    def go_on(self, last: LastRows, K: int) -> torch.Tensor:
+        """Drafts (B, K) int64 after these rows."""
         ...

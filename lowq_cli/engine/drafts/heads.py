@@ -11,7 +11,7 @@ import torch
 
 from lowq_cli.engine import heads
 from lowq_cli.engine.batch import Batch, KeyValues, States
-from lowq_cli.engine.drafts.drafter import Angles, DraftRows
+from lowq_cli.engine.drafts.drafter import DraftRows, LastRows
 from lowq_cli.engine.drafts.static_cache import StaticCache
 from lowq_cli.engine.graph import bucket
 from lowq_cli.engine.heads import AssistantPlan, BlockPlan, HeadPlan
@@ -60,7 +60,8 @@ class HeadDrafter(StaticCache):
         written = self.write(ids, hidden, batch, self._at(rows.rows.int()[:, None]))
         places = rows.rows.index_select(0, last).int()[:, None]
         drawn, pos = ids.index_select(0, last), rows.pos.index_select(0, last)
-        return self.go_on(drawn, [t.index_select(0, last) for t in written], pos, self._at(places), self.angles, K)
+        made = [t.index_select(0, last) for t in written]
+        return self.go_on(LastRows(drawn, made, pos, self._at(places), self.angles), K)
 
     def write(
         self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], batch: Batch, held: Sequence[KeyValues | States]
@@ -68,35 +69,27 @@ class HeadDrafter(StaticCache):
         """As `PagedDrafter.write`."""
         return self.plan.guess(ids, self._entering(hidden), batch, held)
 
-    def go_on(
-        self,
-        drawn: torch.Tensor,
-        made: Sequence[torch.Tensor],
-        pos: torch.Tensor,
-        held: Sequence[KeyValues | States],
-        angles: Angles,
-        K: int,
-    ) -> torch.Tensor:
+    def go_on(self, last: LastRows, K: int) -> torch.Tensor:
         """As `PagedDrafter.go_on`."""
-        plan, (y, x) = self.plan, made
+        plan, (y, x), pos = self.plan, last.made, last.pos
         drafts = [plan.ids(plan.logits(y).argmax(-1))]
         if plan.unknown is not None and K > 1:
-            return torch.cat((drafts[0][:, None], self._at_once(pos, held, angles, K - 1)), 1)
+            return torch.cat((drafts[0][:, None], self._at_once(last, K - 1)), 1)
         while len(drafts) < K:
             pos = pos + 1
-            batch = Batch(plan.ops, drafts[-1], len(pos), pos, angles)  # one row per sequence: one attention kernel
-            y, x = plan.guess(drafts[-1], x, batch, held)
+            batch = Batch(plan.ops, drafts[-1], len(pos), pos, last.angles)  # one row per sequence: one attention kernel
+            y, x = plan.guess(drafts[-1], x, batch, last.held)
             drafts.append(plan.ids(plan.logits(y).argmax(-1)))
         return torch.stack(drafts, 1)
 
-    def _at_once(self, pos: torch.Tensor, held: Sequence[KeyValues | States], angles: Angles, K: int) -> torch.Tensor:
-        """K guesses (B, K) in one pass, from rows after `pos` (B,) whose tokens and hidden states are not known yet."""
-        plan, B = self.plan, len(pos)
+    def _at_once(self, last: LastRows, K: int) -> torch.Tensor:
+        """K guesses (B, K) in one pass, from rows behind these whose tokens and hidden states are not known yet."""
+        plan, pos, B = self.plan, last.pos, len(last.pos)
         assert plan.unknown is not None
         there = (pos[:, None] + torch.arange(1, K + 1, dtype=torch.int32, device=pos.device)).flatten()
         ids = torch.full_like(there, plan.described.parallel, dtype=torch.int64)  # type: ignore[arg-type]
-        table = [KeyValues(one.k, one.v, one.table.repeat_interleave(K, 0)) for one in held]  # type: ignore[union-attr]
-        batch = Batch(plan.ops, ids, B * K, there, angles, drafted=True)
+        table = [KeyValues(one.k, one.v, one.table.repeat_interleave(K, 0)) for one in last.held]  # type: ignore[union-attr]
+        batch = Batch(plan.ops, ids, B * K, there, last.angles, drafted=True)
         y, _ = plan.guess(ids, plan.unknown.repeat(B * K, 1), batch, table)
         return plan.ids(plan.logits(y).argmax(-1)).reshape(B, K)
 
@@ -125,23 +118,15 @@ class BlockDrafter(HeadDrafter):
         self.plan.remember([hidden[i] for i in self.layers], batch, held)
         return ()
 
-    def go_on(
-        self,
-        drawn: torch.Tensor,
-        made: Sequence[torch.Tensor],
-        pos: torch.Tensor,
-        held: Sequence[KeyValues | States],
-        angles: Angles,
-        K: int,
-    ) -> torch.Tensor:
+    def go_on(self, last: LastRows, K: int) -> torch.Tensor:
         """As `PagedDrafter.go_on`. A whole block is computed for fewer guesses too, since it was trained as a whole."""
-        plan, size, B = self.plan, self.plan.block.size, len(drawn)
+        plan, drawn, size, B = self.plan, last.drawn, self.plan.block.size, len(last.drawn)
         masks = torch.full((B, size - 1), plan.block.mask, dtype=torch.int64, device=drawn.device)
-        there = pos[:, None] + 1 + torch.arange(size, dtype=torch.int32, device=drawn.device)
+        there = last.pos[:, None] + 1 + torch.arange(size, dtype=torch.int32, device=drawn.device)
         until = there[:, -1:].expand_as(there).flatten().contiguous()
         block = torch.cat((drawn[:, None], masks), 1).flatten()
-        batch = Batch(plan.ops, block, len(block), there.flatten(), angles, drafted=True)
-        table = [KeyValues(one.k, one.v, one.table.repeat_interleave(size, 0)) for one in held]  # type: ignore[union-attr]
+        batch = Batch(plan.ops, block, len(block), there.flatten(), last.angles, drafted=True)
+        table = [KeyValues(one.k, one.v, one.table.repeat_interleave(size, 0)) for one in last.held]  # type: ignore[union-attr]
         return plan.guesses(drawn, batch, table, until)[:, :K]
 
     def make_room(self, batch: int, slots: int, of_model: Sequence[KeyValues | States] = ()) -> None:
@@ -171,7 +156,8 @@ class AssistantDrafter(HeadDrafter):
         places, made = rows.rows.index_select(0, last), [h.index_select(0, last) for h in self._made(hidden)]
         tables = [places.int()[:, None] if one.table is None else one.table.index_select(0, places) for one in self._held]
         held = [KeyValues(one.k, one.v, table) for one, table in zip(self._held, tables, strict=True)]
-        return self.go_on(ids.index_select(0, last), made, rows.pos.index_select(0, last), held, self.angles, K)
+        drawn, pos = ids.index_select(0, last), rows.pos.index_select(0, last)
+        return self.go_on(LastRows(drawn, made, pos, held, self.angles), K)
 
     def write(
         self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], batch: Batch, held: Sequence[KeyValues | States]
@@ -179,19 +165,11 @@ class AssistantDrafter(HeadDrafter):
         """As `PagedDrafter.write`: what the guesses begin with."""
         return self._made(hidden)
 
-    def go_on(
-        self,
-        drawn: torch.Tensor,
-        made: Sequence[torch.Tensor],
-        pos: torch.Tensor,
-        held: Sequence[KeyValues | States],
-        angles: Angles,
-        K: int,
-    ) -> torch.Tensor:
+    def go_on(self, last: LastRows, K: int) -> torch.Tensor:
         """As `PagedDrafter.go_on`: all guesses are made at one position, over the keys and values up to `pos`."""
-        plan, drafts, x = self.plan, [drawn], made[0]
+        plan, drafts, x, pos = self.plan, [last.drawn], last.made[0], last.pos
         for _ in range(K):
-            y, x = plan.guess(drafts[-1], x, Batch(plan.ops, drafts[-1], len(pos), pos, angles), held)
+            y, x = plan.guess(drafts[-1], x, Batch(plan.ops, drafts[-1], len(pos), pos, last.angles), last.held)
             drafts.append(plan.logits(y).argmax(-1))
         return torch.stack(drafts[1:], 1)
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from lowq_cli.engine.batch import Batch, KeyValues, States
-from lowq_cli.engine.drafts.drafter import Angles, DraftRows
+from lowq_cli.engine.drafts.drafter import Angles, DraftRows, LastRows
 from lowq_cli.engine.drafts.static_cache import StaticCache
 from lowq_cli.engine.plan import Plan, plan_of, why_not
 from lowq_cli.engine.state import PIECE
@@ -57,17 +57,10 @@ class ModelDrafter(StaticCache):
         self.plan.hidden(self.plan.embed(ids), batch, held)
         return ()
 
-    def go_on(
-        self,
-        drawn: torch.Tensor,
-        made: Sequence[torch.Tensor],
-        pos: torch.Tensor,
-        held: Sequence[KeyValues | States],
-        angles: Angles,
-        K: int,
-    ) -> torch.Tensor:
+    def go_on(self, last: LastRows, K: int) -> torch.Tensor:
         """As `PagedDrafter.go_on`."""
-        return self._likeliest(self._step(drawn, pos + 1, held, angles), pos + 1, held, angles, K)
+        pos = last.pos + 1
+        return self._likeliest(self._step(last.drawn, pos, last.held, last.angles), pos, last.held, last.angles, K)
 
     def _likeliest(
         self, y: torch.Tensor, pos: torch.Tensor, held: Sequence[KeyValues | States], angles: Angles, K: int
