@@ -24,12 +24,11 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowq_kernels.decode.attend import AttendCall
 from lowq_kernels.decode.kv import PLAIN, Cache, Coded, part_of
 from lowq_kernels.decode.kv_triton import UNIT, codes, dims, facts, held, numbers, padded, place, raw, scales
-from lowq_kernels.decode.launch import pdl
+from lowq_kernels.decode.launch import launch_next, pdl, wait
 from lowq_kernels.decode.prompt_call import PromptCall
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.dispatch.registry import Config, register
@@ -123,10 +122,8 @@ def _attend_kernel(
     offs_d, offs_g = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_G)
     mask_d, mask_g = offs_d < D, offs_g < G
     mask_gd = mask_g[:, None] & mask_d[None, :]
-    if TRIGGER:
-        gdc_launch_dependents()
-    if (KV or not WRITES) and PDL:  # a kernel before this one has written the newest slot
-        gdc_wait()
+    launch_next(TRIGGER)
+    wait((KV or not WRITES) and PDL)  # a kernel before this one has written the newest slot
     pos = tl.load(pos_ptr + b)
     n = pos + 1
     first = tl.maximum(n - window, 0)
@@ -165,8 +162,7 @@ def _attend_kernel(
     cos = tl.load(cos_ptr + pos * R + offs_d, mask=rotated, other=1.0).to(tl.float32)
     sin = tl.load(sin_ptr + pos * R + offs_d, mask=rotated, other=0.0).to(tl.float32)
     sin = tl.where(offs_d < R // 2, -sin, sin)
-    if PDL and not KV and WRITES:
-        gdc_wait()
+    wait(PDL and not KV and WRITES)
 
     if KV:  # queries as `kv_triton.place` has left them
         dim = dims(offs_d, BLOCK_D, KV)

@@ -12,10 +12,9 @@ Source  own
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowq_kernels.decode import activation
-from lowq_kernels.decode.launch import pdl
+from lowq_kernels.decode.launch import overlap, pdl
 
 GATE_BLOCK = 1024
 ROW_BLOCK = 2048  # values of a row that a program multiplies by the gate's weight at once
@@ -33,10 +32,7 @@ def _add_norm_kernel(
     weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
     if HAS_POST:
         post = tl.load(post_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    if TRIGGER:
-        gdc_launch_dependents()
-    if PDL:
-        gdc_wait()
+    overlap(PDL, TRIGGER)
     x = tl.load(x_ptr + row, mask=mask, other=0.0).to(tl.float32)
     if HAS_DELTA:
         delta = tl.load(delta_ptr + row, mask=mask, other=0.0).to(tl.float32)
@@ -90,10 +86,7 @@ def _gated_kernel(
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < width
-    if TRIGGER:
-        gdc_launch_dependents()
-    if PDL:
-        gdc_wait()
+    overlap(PDL, TRIGGER)
     gate = tl.load(gate_up_ptr + row * (2 if GATED else 1) * width + offs, mask=mask, other=0.0).to(tl.float32) * gate_scale
     if GATED:
         up = tl.load(gate_up_ptr + row * 2 * width + width + offs, mask=mask, other=0.0).to(tl.float32)
@@ -140,10 +133,7 @@ def activated(x: torch.Tensor, act: str, by: torch.Tensor | None = None) -> torc
 @triton.jit
 def _softcapped_kernel(x_ptr, y_ptr, n, cap, BLOCK: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr):
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    if TRIGGER:
-        gdc_launch_dependents()
-    if PDL:
-        gdc_wait()
+    overlap(PDL, TRIGGER)
     x = tl.load(x_ptr + offs, mask=offs < n, other=0.0).to(tl.float32)
     # tanh(t) = 1 - 2 / (exp(2 t) + 1) has an absolute error of 1e-7 cap, which does not matter to an fp32 logit near 0
     tl.store(y_ptr + offs, cap - 2.0 * cap / (tl.exp(2.0 * x / cap) + 1.0), mask=offs < n)
@@ -167,10 +157,7 @@ def _opened_kernel(
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < width
-    if TRIGGER:
-        gdc_launch_dependents()
-    if PDL:
-        gdc_wait()
+    overlap(PDL, TRIGGER)
     y = tl.load(y_ptr + row * width + offs, mask=mask, other=0.0).to(tl.float32)
     if EACH:
         gate = tl.load(gate_ptr + row * width + offs, mask=mask, other=0.0).to(tl.float32)

@@ -14,11 +14,10 @@ import math
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowq_kernels.decode.activation import UNGATED
 from lowq_kernels.decode.elementwise import activated, gated
-from lowq_kernels.decode.launch import pdl
+from lowq_kernels.decode.launch import overlap, pdl, wait
 from lowq_kernels.decode.mixture import ExpertsCall, many_slots
 from lowq_kernels.dispatch.registry import Config, register
 from lowq_kernels.modules.stack import Stack
@@ -38,8 +37,7 @@ def _sort_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     slot, at, e = tl.program_id(0), tl.arange(0, SLOTS), tl.arange(0, BINS)
-    if PDL:
-        gdc_wait()
+    wait(PDL)
     ids = tl.load(ids_ptr + at, mask=at < slots, other=E).to(tl.int32)  # past the last: a bin that is no expert's
     whole = tl.where(e < E, (tl.histogram(ids, BINS) + ROWS - 1) // ROWS, 0)  # tiles of each expert
     expert = tl.load(ids_ptr + slot).to(tl.int32)
@@ -101,10 +99,7 @@ def _weigh_kernel(
     y_ptr, rows_ptr, weights_ptr, out_ptr, H, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
     TRIGGER: tl.constexpr,
 ):  # fmt: skip
-    if TRIGGER:
-        gdc_launch_dependents()
-    if PDL:
-        gdc_wait()
+    overlap(PDL, TRIGGER)
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)

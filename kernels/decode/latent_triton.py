@@ -20,13 +20,12 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowq_kernels.decode.attend_triton import LOG2E
 from lowq_kernels.decode.kv import PLAIN
 from lowq_kernels.decode.kv_triton import padded
 from lowq_kernels.decode.latent import Latent, LatentCall, by_definition
-from lowq_kernels.decode.launch import pdl
+from lowq_kernels.decode.launch import launch_next, pdl, wait
 from lowq_kernels.decode.prepare_triton import normed, pairs, statistics
 from lowq_kernels.dispatch.registry import FLOATS, Config, register
 
@@ -78,8 +77,7 @@ def _absorb_kernel(
     mask_p = offs_p < R
     dtype = out_ptr.dtype.element_ty
     WIDE: tl.constexpr = RANK + R
-    if TRIGGER:
-        gdc_launch_dependents()
+    launch_next(TRIGGER)
     if head < HEADS:
         rows, offs_n = tl.program_id(2) * BLOCK_B + tl.arange(0, BLOCK_B), tl.arange(0, BLOCK_NOPE)
         dims = block * BLOCK_RANK + tl.arange(0, BLOCK_RANK)
@@ -87,8 +85,7 @@ def _absorb_kernel(
         up = tl.load(up, mask=(offs_n < NOPE)[:, None] & (dims < RANK)[None, :], other=0.0)
         there = rows < B
         pos = tl.load(pos_ptr + rows, mask=there, other=0)
-        if PDL:
-            gdc_wait()
+        wait(PDL)
         by = tl.full((BLOCK_B,), 1.0, tl.float32)
         if SCALED:
             by = 1.0 + beta * tl.log(1.0 + tl.floor((pos.to(tl.float32) + offset) / period))
@@ -112,8 +109,7 @@ def _absorb_kernel(
         place = b.to(tl.int64) * S + pos
         if PAGE:
             place = tl.load(table_ptr + b * S + pos // PAGE).to(tl.int64) * PAGE + pos % PAGE
-        if PDL:
-            gdc_wait()
+        wait(PDL)
         token, slot = x_ptr + b.to(tl.int64) * stride_x, cache_ptr + place * WIDE
         dims = tl.arange(0, WHOLE)
         x = tl.load(token + dims, mask=dims < RANK, other=0.0).to(tl.float32)
@@ -169,8 +165,7 @@ def _attend_kernel(
     heads, dims = tl.program_id(0) % BLOCKS * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_RANK)
     offs_p = tl.arange(0, BLOCK_R)
     WIDE: tl.constexpr = RANK + R
-    if TRIGGER:
-        gdc_launch_dependents()
+    launch_next(TRIGGER)
     n = tl.load(pos_ptr + b) + 1
     chunk = _chunk(n, SPLITS, BLOCK_N)
     begin = split * chunk
@@ -183,8 +178,7 @@ def _attend_kernel(
         rows = _rows(cache_ptr, table_ptr, b, slots, slots < end, S, PAGE, WIDE)
         held = tl.load(rows + dims[None, :], mask=old[:, None] & (dims < RANK)[None, :], other=0.0)
         keys = tl.load(rows + RANK + offs_p[None, :], mask=old[:, None] & (offs_p < R)[None, :], other=0.0)
-    if PDL:
-        gdc_wait()
+    wait(PDL)
     q_rows = q_ptr + (b.to(tl.int64) * HEADS + heads)[:, None] * WIDE
     q = tl.load(q_rows + dims[None, :], mask=(heads < HEADS)[:, None] & (dims < RANK)[None, :], other=0.0)
     q_turned = tl.load(q_rows + RANK + offs_p[None, :], mask=(heads < HEADS)[:, None] & (offs_p < R)[None, :], other=0.0)
@@ -226,12 +220,10 @@ def _values_kernel(
     values, dims = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_RANK)
     up = v_up_ptr + (head * V + values)[:, None] * RANK + dims[None, :]
     up = tl.load(up, mask=(values < V)[:, None] & (dims < RANK)[None, :], other=0.0)
-    if TRIGGER:
-        gdc_launch_dependents()
+    launch_next(TRIGGER)
     n = tl.load(pos_ptr + b) + 1
     live = tl.cdiv(n, _chunk(n, SPLITS, BLOCK_N))
-    if PDL:
-        gdc_wait()
+    wait(PDL)
     of = (b * HEADS + head) * SPLITS
     splits = tl.arange(0, SPLITS)
     top = tl.max(tl.load(sums_ptr + (of + splits) * 2, mask=splits < live, other=float("-inf")), 0)
@@ -256,13 +248,11 @@ def _values_of_rows_kernel(
     """As `_values_kernel`, for BLOCK_B sequences of a head; the one split of SPLITS = 1 has the means of latents."""
     head, rows = tl.program_id(0), tl.program_id(2) * BLOCK_B + tl.arange(0, BLOCK_B)
     values, there = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V), rows < B
-    if TRIGGER:
-        gdc_launch_dependents()
+    launch_next(TRIGGER)
     n = tl.load(pos_ptr + rows, mask=there, other=0) + 1
     live = tl.where(there, tl.cdiv(n, _chunk(n, SPLITS, BLOCK_N)), 0)
     of = (rows.to(tl.int64) * HEADS + head) * SPLITS
-    if PDL:
-        gdc_wait()
+    wait(PDL)
     top, total = tl.full((BLOCK_B,), -1.0e30, tl.float32), tl.full((BLOCK_B,), 1.0, tl.float32)
     if SPLITS > 1:
         for split in range(SPLITS):

@@ -15,6 +15,9 @@ Loops     hold no wait: Triton moves loads of a loop's products before the loop,
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowq_kernels import gpu
 
@@ -26,3 +29,24 @@ def pdl(x: torch.Tensor) -> dict[str, Any]:
     if enabled and x.is_cuda and gpu.here(x.device.index).dependent_launch:
         return {"PDL": True, "TRIGGER": True, "launch_pdl": True}
     return {"PDL": False, "TRIGGER": False}
+
+
+@triton.jit
+def launch_next(TRIGGER: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Let the next kernel start while this one runs."""
+    if TRIGGER:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Wait until the kernels before this one have ended."""
+    if PDL:
+        gdc_wait()
+
+
+@triton.jit
+def overlap(PDL: tl.constexpr, TRIGGER: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`launch_next`, then `wait`."""
+    launch_next(TRIGGER)
+    wait(PDL)

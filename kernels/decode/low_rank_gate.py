@@ -14,10 +14,9 @@ Source  own
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowq_kernels.decode.elementwise import ACTS, _activated
-from lowq_kernels.decode.launch import pdl
+from lowq_kernels.decode.launch import launch_next, pdl, wait
 from lowq_kernels.decode.low_rank_factors import LowRank, Shrunk
 
 GATED = tuple(act for act in ACTS if act != "clamped_swiglu")
@@ -44,11 +43,9 @@ def _gate_rows_kernel(
     offs_i, offs_r, offs_s = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I), tl.arange(0, R), tl.arange(0, BLOCK_S)
     inside = offs_i < width
     last = tl.load(adapters_ptr + first)  # the factors are those of this adapter
-    if TRIGGER:
-        gdc_launch_dependents()
+    launch_next(TRIGGER)
     w_gate, w_up = _gate_factors(B_ptr, last, offs_i, inside & (last > 0), width, R)
-    if PDL:
-        gdc_wait()
+    wait(PDL)
     for m in tl.range(first, min(first + ROWS, M)):
         a = tl.load(adapters_ptr + m)
         if (a > 0) & (a != last):

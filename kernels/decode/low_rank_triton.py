@@ -19,9 +19,9 @@ Limits  any M, K, N; shares of K are summed in the order in which they lie: the 
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
-from lowq_kernels.decode.launch import pdl
+from lowq_kernels.decode.launch import launch_next, overlap, pdl, wait
 from lowq_kernels.decode.low_rank_factors import LowRank, Shrunk
 
 BLOCK_M, BLOCK_K = 16, 64
@@ -54,10 +54,8 @@ def _shrink_rows_kernel(
     last = tl.load(adapters_ptr + first)  # w holds factors of this adapter
     rows = p * R * K + offs_r[:, None] * K + offs_k[None, :]
     w = tl.load(A_ptr + last.to(tl.int64) * P * R * K + rows, mask=mask[None, :] & (last > 0), other=0.0)
-    if TRIGGER:
-        gdc_launch_dependents()
-    if PDL and not BESIDE:
-        gdc_wait()
+    launch_next(TRIGGER)
+    wait(PDL and not BESIDE)
     for m in tl.range(first, min(first + ROWS, M)):
         a = tl.load(adapters_ptr + m)
         if (a > 0) & (a != last):
@@ -81,12 +79,10 @@ def _expand_rows_kernel(
     offs_m, offs_n, offs_r = tl.program_id(0) * ROWS + tl.arange(0, ROWS), first + tl.arange(0, BLOCK_N), tl.arange(0, R)
     a = tl.load(adapters_ptr + offs_m, mask=offs_m < M, other=0)
     mask = (a > 0)[:, None] & (offs_n < end)[None, :]
-    if TRIGGER:
-        gdc_launch_dependents()
+    launch_next(TRIGGER)
     rows = a.to(tl.int64)[:, None] * N + offs_n[None, :]
     w = tl.load(B_ptr + rows[:, :, None] * R + offs_r[None, None, :], mask=mask[:, :, None], other=0.0)
-    if PDL:
-        gdc_wait()
+    wait(PDL)
     y_ptrs = y_ptr + offs_m.to(tl.int64)[:, None] * stride_ym + offs_n[None, :]
     y = tl.load(y_ptrs, mask=mask, other=0.0)  # under way with t
     offs_s = tl.arange(0, BLOCK_S)[None, None, :]
@@ -114,10 +110,8 @@ def _shrink_tiles_kernel(
         pid_m, turn, turns = pid // TURNS, pid % TURNS, TURNS
     offs_m, offs_r = pid_m * BLOCK_M + tl.arange(0, BLOCK_M), tl.arange(0, R)
     own = tl.load(adapters_ptr + offs_m, mask=offs_m < M, other=0)
-    if TRIGGER:
-        gdc_launch_dependents()
-    if PDL and not BESIDE:
-        gdc_wait()
+    launch_next(TRIGGER)
+    wait(PDL and not BESIDE)
     acc, mine = tl.zeros((BLOCK_M, R), tl.float32), own < 0
     a = _next(own, 0)
     for _ in tl.range(turn):
@@ -153,10 +147,7 @@ def _expand_tiles_kernel(
     offs_n = first + tl.arange(0, BLOCK_N)
     mask_n = offs_n < end
     own = tl.load(adapters_ptr + offs_m, mask=offs_m < M, other=0)
-    if TRIGGER:
-        gdc_launch_dependents()
-    if PDL:
-        gdc_wait()
+    overlap(PDL, TRIGGER)
     a = _next(own, 0)
     if a < NONE:
         t = tl.zeros((BLOCK_M, R), tl.float32)

@@ -13,10 +13,9 @@ Source  own
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowq_kernels.decode import norms as definition
-from lowq_kernels.decode.launch import pdl
+from lowq_kernels.decode.launch import launch_next, overlap, pdl, wait
 from lowq_kernels.decode.norms import Kind, Norm
 
 MOST = 65536
@@ -53,8 +52,7 @@ def _update_norm_kernel(
     group, value = tl.arange(0, BLOCK_G)[:, None], tl.arange(0, BLOCK)[None, :]
     offs, mask = group * n + value, (group < GROUPS) & (value < n)
     row = tl.program_id(0).to(tl.int64) * GROUPS * n
-    if TRIGGER:
-        gdc_launch_dependents()
+    launch_next(TRIGGER)
     weight, bias = _factors(weight_ptr, bias_ptr, offs, mask, NORM and WEIGHT, NORM and BIAS)
     post_weight, post_bias = _factors(post_weight_ptr, post_bias_ptr, offs, mask, POST and POST_WEIGHT, POST and POST_BIAS)
     delta_weight, _ = _factors(delta_weight_ptr, delta_weight_ptr, offs, mask, OWN, False)
@@ -63,8 +61,7 @@ def _update_norm_kernel(
     after = 1.0
     if AFTER:
         after = tl.load(after_ptr).to(tl.float32)
-    if PDL:
-        gdc_wait()
+    wait(PDL)
     x = tl.load(x_ptr + row + offs, mask=mask, other=0.0).to(tl.float32)
     if UPDATE:
         delta = tl.load(delta_ptr + row + offs, mask=mask, other=0.0).to(tl.float32)
@@ -94,10 +91,7 @@ def _beside_kernel(
 ):  # fmt: skip
     offs, row, second = tl.arange(0, BLOCK), tl.program_id(0).to(tl.int64), tl.program_id(1)
     mask = offs < n
-    if TRIGGER:
-        gdc_launch_dependents()
-    if PDL:
-        gdc_wait()
+    overlap(PDL, TRIGGER)
     x_ptr, weight_ptr, eps = a_ptr, a_weight_ptr, a_eps
     if second == 1:
         x_ptr, weight_ptr, eps = b_ptr, b_weight_ptr, b_eps

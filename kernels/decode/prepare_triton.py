@@ -13,10 +13,9 @@ Source  own
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowq_kernels.decode import prepare as definition
-from lowq_kernels.decode.launch import pdl
+from lowq_kernels.decode.launch import launch_next, pdl, wait
 from lowq_kernels.decode.norms import Norm
 from lowq_kernels.decode.prepare import Prepared
 
@@ -105,8 +104,7 @@ def _prepare_kernel(
 ):  # fmt: skip
     """HKV 0: there are neither k nor v."""
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if TRIGGER:
-        gdc_launch_dependents()
+    launch_next(TRIGGER)
     pos = tl.load(pos_ptr + row)
     dims = tl.arange(0, BLOCK_D)
     cos, sin = dims * 0.0, dims * 0.0
@@ -115,8 +113,7 @@ def _prepare_kernel(
         at = pos.to(tl.int64) * R + angle
         cos = tl.load(cos_ptr + at, mask=dims < R, other=1.0).to(tl.float32)
         sin = tl.load(sin_ptr + at, mask=dims < R, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
+    wait(PDL)
     token, out = qkv_ptr + row * wide, y_ptr + row * (HQ + 2 * HKV) * D
     EACH: tl.constexpr = 2 if GATED else 1
     Q_GROUPS: tl.constexpr = (HQ + GROUP - 1) // GROUP

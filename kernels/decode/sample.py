@@ -14,9 +14,8 @@ Source  own; the Gumbel-max trick
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowq_kernels.decode.launch import pdl
+from lowq_kernels.decode.launch import overlap, pdl
 from lowq_kernels.decode.reference import MOST_DRAFTS
 
 BLOCK_V = 2048  # tokens of the vocabulary per program
@@ -39,10 +38,7 @@ def _best_kernel(
 ):  # fmt: skip
     b, block = tl.program_id(0), tl.program_id(1)
     offs = block * BLOCK_V + tl.arange(0, BLOCK_V)
-    if TRIGGER:
-        gdc_launch_dependents()
-    if PDL:
-        gdc_wait()
+    overlap(PDL, TRIGGER)
     score = tl.load(logits_ptr + b.to(tl.int64) * V + offs, mask=offs < V, other=float("-inf")).to(tl.float32)
     if DRAW:
         score = score * inverse_temperature + _gumbel(tl.load(seed_ptr), offs, tl.load(pos_ptr + b) + advance, b)
@@ -63,10 +59,7 @@ def _choose_kernel(
 ):  # fmt: skip
     b = tl.program_id(0)
     offs = tl.arange(0, BLOCKS)
-    if TRIGGER:
-        gdc_launch_dependents()
-    if PDL:
-        gdc_wait()
+    overlap(PDL, TRIGGER)
     best = tl.load(best_ptr + b * blocks + offs, mask=offs < blocks, other=float("-inf"))
     where = tl.load(where_ptr + b * blocks + offs, mask=offs < blocks, other=2147483647)
     winner = tl.min(tl.where(best == tl.max(best, 0), where, V - 1), 0)  # NaN everywhere: still a token of the vocabulary

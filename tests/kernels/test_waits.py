@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 KERNELS = Path(__file__).parents[2] / "kernels"
-WAITS = {"gdc_wait", "overlap_previous"}
+WAITS = {"gdc_wait", "overlap_previous", "overlap", "wait"}  # the last two are those of decode/launch.py
 
 
 def calls(tree):
@@ -27,7 +27,8 @@ def faults(text):
             yield f"{function.name} waits in a loop"
 
 
-DEPENDENT = [p for p in sorted(KERNELS.rglob("*.py")) if any(name in p.read_text(encoding="utf-8") for name in WAITS)]
+IMPORTED = r"import .*\b(?:gdc_wait|overlap_previous|overlap|wait)\b"
+DEPENDENT = [p for p in sorted(KERNELS.rglob("*.py")) if re.search(IMPORTED, p.read_text(encoding="utf-8"))]
 
 
 @pytest.mark.parametrize("path", DEPENDENT, ids=lambda p: p.stem)
@@ -39,6 +40,8 @@ def test_the_rule_catches_a_file_that_breaks_it():
     assert len(DEPENDENT) > 10
     head, wait = "def f(x, PDL):\n", "if PDL:\n        gdc_wait()\n"
     assert list(faults(f"{head}    {wait}")) == []
+    assert list(faults(f"{head}    overlap(PDL, TRIGGER)\n")) == []
+    assert list(faults(f"{head}    for i in range(x):\n     wait(PDL)\n")) == ["f waits in a loop"]
     assert list(faults(f"{head}    g(x)\n")) == ["f does not wait"]
     part = f"def g(x, PDL):\n    {wait}"
     assert list(faults(f"{part}{head}    g(x)\n")) == []

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowq_kernels.decode.launch import pdl
+from lowq_kernels.decode.launch import launch_next, overlap, pdl, wait
 from lowq_kernels.decode.recurrent import CHUNK, Rows, Runs, States
 from lowq_kernels.decode.recurrent.delta import EPS
 
@@ -77,8 +76,7 @@ def _conv_kernel(
     """MODE 0: channel c is at column first + c of x. SCALED: weights are multiplied by a constant per part of the channels."""
     row, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask, w = c < C, tl.arange(0, BLOCK_W)
-    if TRIGGER:
-        gdc_launch_dependents()
+    launch_next(TRIGGER)
     own = tl.load(slots_ptr + row)
     by = 1.0
     if SCALED:
@@ -89,8 +87,7 @@ def _conv_kernel(
         held = tl.load(state, mask=mask_w, other=0.0)
         moved = tl.load(state + 1, mask=mask[:, None] & (w < W - 2)[None, :], other=0.0)
         taps = tl.load(weight_ptr + (c * W)[:, None] + w[None, :], mask=mask_w, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_wait()
+    wait(PDL)
     token = x_ptr + row * wide
     new = channels(token, c, mask, first, C, k_heads, k_dim, v_dim, each, MODE)
     new = new.to(state_ptr.dtype.element_ty)
@@ -130,8 +127,7 @@ def _conv_rows_kernel(
     """As `_conv_kernel`, tensors of (rows, channels, inputs). HEADS: a block is a head; queries and keys get length 1."""
     sequence, c = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     t, w = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_W)
-    if TRIGGER:
-        gdc_launch_dependents()
+    launch_next(TRIGGER)
     own = tl.load(slots_ptr + sequence)
     by = 1.0
     if SCALED:
@@ -147,8 +143,7 @@ def _conv_rows_kernel(
         taps = tl.load(weights[:, :, None] + w[None, None, :], mask=(these < C)[:, :, None] & (w < W - 1), other=0.0)
         taps = taps.to(tl.float32)
         places = place(own, copies_ptr, sequence, t, ROWS)[:, None, None] * C * (W - 1)
-    if PDL:
-        gdc_wait()
+    wait(PDL)
     x_ptr += sequence * ROWS * wide
     new = channels(x_ptr + rows.to(tl.int64) * wide, these, mask, first, C, k_heads, k_dim, v_dim, each, MODE)
     acc = new.to(state_ptr.dtype.element_ty).to(tl.float32) * last
@@ -183,13 +178,11 @@ def _conv_run_kernel(
         is_key = unit < 2 * k_heads
         c = tl.where(is_key, unit * k_dim, 2 * k_heads * k_dim + (unit - 2 * k_heads) * v_dim) + offs
         mask_c = offs < tl.where(is_key, k_dim, v_dim)
-    if TRIGGER:
-        gdc_launch_dependents()
+    launch_next(TRIGGER)
     by = 1.0
     if SCALED:
         by = tl.where(c < end_x, by_x, tl.where(c < end_b, by_b, by_c))
-    if PDL:
-        gdc_wait()
+    wait(PDL)
     begin, end, run = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     if begin + tl.program_id(0) % PARTS * ROWS >= end:
         return
@@ -226,10 +219,7 @@ def _conv_after_kernel(
     MODE: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, BLOCK_W: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
     run, c, w = runs_ptr + 4 * tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_W)
-    if TRIGGER:
-        gdc_launch_dependents()
-    if PDL:
-        gdc_wait()
+    overlap(PDL, TRIGGER)
     begin, end = tl.load(run), tl.load(run + 1)
     mask = (c < C)[:, None] & (w < W - 1)[None, :] & (begin < end)
     state = state_ptr + tl.load(run + 3).to(tl.int64) * C * (W - 1) + (c * (W - 1))[:, None]

@@ -22,10 +22,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowq_kernels import gpu
-from lowq_kernels.decode.launch import pdl
+from lowq_kernels.decode.launch import overlap, pdl
 from lowq_kernels.decode.recurrent import CHUNK, Runs, States
 from lowq_kernels.decode.recurrent.conv_triton import GROUPED, PLAIN, SHORT, Conv, convolved_runs, silu, softplus
 from lowq_kernels.decode.recurrent.delta import Delta, DeltaCall
@@ -96,10 +95,7 @@ def _chunks_kernel(
     number, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     offs, offs_k = tl.arange(0, SIZE), tl.arange(0, BLOCK_K)
     a_log, dt_bias = tl.load(a_log_ptr + h).to(tl.float32), tl.load(dt_ptr + h).to(tl.float32)
-    if TRIGGER:
-        gdc_launch_dependents()
-    if PDL:
-        gdc_wait()
+    overlap(PDL, TRIGGER)
     first, end = tl.load(tiles_ptr + 4 * number), tl.load(tiles_ptr + 4 * number + 1)
     if first >= end:
         return
@@ -155,10 +151,7 @@ def _scan_kernel(
     h, run = tl.program_id(1), runs_ptr + 4 * tl.program_id(2)
     offs, offs_k, offs_v = tl.arange(0, SIZE), tl.arange(0, BLOCK_K), tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     mask_k, mask_v = offs_k < KD, offs_v < VD
-    if TRIGGER:
-        gdc_launch_dependents()
-    if PDL:
-        gdc_wait()
+    overlap(PDL, TRIGGER)
     begin, end, tile = tl.load(run), tl.load(run + 1), tl.load(run + 2)
     held = state_ptr + (tl.load(run + 3).to(tl.int64) * HEADS + h) * KD * VD + offs_k[:, None] * stride_k
     held, mask = held + offs_v[None, :] * stride_v, mask_k[:, None] & mask_v[None, :] & (begin < end)
@@ -207,10 +200,7 @@ def _out_kernel(
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     mask_v = offs_v < VD
     mask = (rows < M) & mask_v[None, :]
-    if TRIGGER:
-        gdc_launch_dependents()
-    if PDL:
-        gdc_wait()
+    overlap(PDL, TRIGGER)
     at = (rows * HEADS + h) * VD + offs_v[None, :]
     y = tl.load(y_ptr + at, mask=mask, other=0.0)
     if LAYER:

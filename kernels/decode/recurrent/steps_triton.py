@@ -18,10 +18,9 @@ Source  own
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowq_kernels.counters import counters
-from lowq_kernels.decode.launch import pdl
+from lowq_kernels.decode.launch import launch_next, overlap, pdl, wait
 from lowq_kernels.decode.recurrent import Rows, States
 from lowq_kernels.decode.recurrent.conv_triton import (
     GROUPED,
@@ -114,8 +113,7 @@ def _delta_kernel(
     offs_k, offs_v = tl.arange(0, BLOCK_K), part * BLOCK_V + tl.arange(0, BLOCK_V)
     mask_k, mask_v = offs_k < KD, offs_v < VD
     mask = mask_k[:, None] & mask_v[None, :]
-    if TRIGGER:
-        gdc_launch_dependents()
+    launch_next(TRIGGER)
     own, head = tl.load(slots_ptr + sequence), h * KD * VD + offs_k[:, None] * VD + offs_v[None, :]
     held = state_ptr + own * VH * KD * VD + head
     S = tl.load(held, mask=mask, other=0.0).to(tl.float32)
@@ -127,8 +125,7 @@ def _delta_kernel(
         q, tap_q = _past(inputs, taps_ptr, taps_bias_ptr, c_q, mask_k, TAPS_BIAS, W)
         k, tap_k = _past(inputs, taps_ptr, taps_bias_ptr, c_k, mask_k, TAPS_BIAS, W)
         v, tap_v = _past(inputs, taps_ptr, taps_bias_ptr, c_v, mask_v, TAPS_BIAS, W)
-    if PDL:
-        gdc_wait()
+    wait(PDL)
     if GROUPED:
         z_at = k_head * (2 * KD + 2 * EACH * VD) + 2 * KD + EACH * VD + h % EACH * VD
         b_at = 2 * KH * KD + 2 * VH * VD + k_head * 2 * EACH + h % EACH
@@ -205,14 +202,12 @@ def _mamba2_kernel(
     offs_d, offs_n = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     mask_d, mask_n = offs_d < D, offs_n < N
     mask = mask_d[:, None] & mask_n[None, :]
-    if TRIGGER:
-        gdc_launch_dependents()
+    launch_next(TRIGGER)
     own, head = tl.load(slots_ptr + sequence), h * D * N + offs_d[:, None] * N + offs_n[None, :]
     S = tl.load(state_ptr + own * HEADS * D * N + head, mask=mask, other=0.0).to(tl.float32)
     a_log, dt_bias = tl.load(a_log_ptr + h).to(tl.float32), tl.load(dt_ptr + h).to(tl.float32)
     skip, group = tl.load(d_ptr + h).to(tl.float32), h // (HEADS // GROUPS)
-    if PDL:
-        gdc_wait()
+    wait(PDL)
     for t in range(ROWS):
         row = sequence * ROWS + t
         token, mixed = x_ptr + row * wide, mixed_ptr + row * C
@@ -239,10 +234,7 @@ def _normed_kernel(
     """Grid (B, groups): the norm of a group of y, fp32, times silu(z) with GATE."""
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     offs, mask = group * n + tl.arange(0, BLOCK), tl.arange(0, BLOCK) < n
-    if TRIGGER:
-        gdc_launch_dependents()
-    if PDL:
-        gdc_wait()
+    overlap(PDL, TRIGGER)
     y = tl.load(y_ptr + row * GROUPS * n + offs, mask=mask, other=0.0)
     y = _norm(y, weight_ptr, bias_ptr, n, eps, offs, mask, LAYER, WEIGHT, BIAS)
     if GATE:
