@@ -197,7 +197,7 @@ def _prepared(
     q = torch.cat((q[..., : f.nope], rotate(q[..., f.nope :], cos, sin, f.pairing)), -1)
     if f.position_scale is not None:
         q = q * position_factors(pos, f.position_scale)
-    normed, key = norms.in_fp32(latent[:, : f.rank], *f.norm), latent[:, None, f.rank :].float()
+    normed, key = norms.in_fp32(latent[:, : f.rank], f.norm), latent[:, None, f.rank :].float()
     return q, torch.cat((normed, rotate(key, cos, sin, f.pairing)[:, 0]), -1).to(latent.dtype)
 
 

@@ -9,7 +9,7 @@ Kind = Literal["rms", "layer"]
 
 
 class Norm(NamedTuple):
-    """What `normed` takes after x, so that a norm is passed as one value: normed(x, *norm).
+    """A norm over the last dim of what it is applied to.
 
     weight: factors that broadcast to x (if the family multiplies by 1 + weight, the 1 is already added), or None. bias: added
     last. kind "layer" subtracts the mean first. groups: the last dim is normed in this many equal parts separately.
@@ -27,92 +27,71 @@ class Norm(NamedTuple):
         return self.kind == "rms" and self.bias is None and self.groups == 1
 
 
-def in_fp32(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    kind: Kind = "rms",
-    bias: torch.Tensor | None = None,
-    groups: int = 1,
-) -> torch.Tensor:
+def in_fp32(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     """`normed` before rounding."""
-    y = x.float().unflatten(-1, (groups, -1))
-    if kind == "layer":
+    y = x.float().unflatten(-1, (norm.groups, -1))
+    if norm.kind == "layer":
         y = y - y.mean(-1, keepdim=True)
-    y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)).flatten(-2)
-    if weight is not None:
-        y = y * weight.float()
-    return y if bias is None else y + bias.float()
+    y = (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + norm.eps)).flatten(-2)
+    if norm.weight is not None:
+        y = y * norm.weight.float()
+    return y if norm.bias is None else y + norm.bias.float()
 
 
-def normed(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    kind: Kind = "rms",
-    bias: torch.Tensor | None = None,
-    groups: int = 1,
-) -> torch.Tensor:
-    """The norm of x (..., K) over its last dim, in x's dtype; the operands are those of `Norm`."""
-    return in_fp32(x, weight, eps, kind, bias, groups).to(x.dtype)
+def normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """The norm of x (..., K) over its last dim, in x's dtype."""
+    return in_fp32(x, norm).to(x.dtype)
 
 
 def beside(a: torch.Tensor, b: torch.Tensor, a_norm: Norm | None = None, b_norm: Norm | None = None) -> torch.Tensor:
     """(M, 2 H): rows of a and b (M, H) concatenated, each normed first if its norm is given."""
-    parts = (x if norm is None else normed(x, *norm) for x, norm in ((a, a_norm), (b, b_norm)))
+    parts = (x if norm is None else normed(x, norm) for x, norm in ((a, a_norm), (b, b_norm)))
     return torch.cat([*parts], -1)
 
 
-def add(
-    x: torch.Tensor,
-    delta: torch.Tensor,
-    post: Norm | None = None,
-    scale: float = 1.0,
-    after: torch.Tensor | None = None,
-    second: torch.Tensor | None = None,
-    own: tuple[Norm, Norm] | None = None,
-) -> None:
-    """x <- (x + scale * post(delta + second)) * after in place, rounded once. x, delta, second (M, H); after: one value.
+class Addition(NamedTuple):
+    """How `add` adds delta (M, H) to the residual stream x: x <- (x + scale * post(delta + second)) * after, rounded once.
 
-    own: norms of delta and of second, each applied before the sum.
+    after: one value. second (M, H): None adds delta alone. own: norms of delta and of second, each applied before the sum.
     """
-    one, two = own or (None, None)
-    added = delta.float() if one is None else in_fp32(delta, *one)
-    if second is not None:
-        added = added + (second.float() if two is None else in_fp32(second, *two))
-    added = added if post is None else in_fp32(added, *post)
-    y = torch.add(x.float(), added, alpha=scale)
-    x.copy_(y if after is None else y * after.float())
+
+    post: Norm | None = None
+    scale: float = 1.0
+    after: torch.Tensor | None = None
+    second: torch.Tensor | None = None
+    own: tuple[Norm, Norm] | None = None
 
 
-def update_norm(
-    x: torch.Tensor,
-    delta: torch.Tensor | None,
-    norm: Norm,
-    post: Norm | None = None,
-    scale: float = 1.0,
-    after: torch.Tensor | None = None,
-    second: torch.Tensor | None = None,
-    own: tuple[Norm, Norm] | None = None,
-) -> torch.Tensor:
+ALONE = Addition()  # x <- x + delta
+
+
+def add(x: torch.Tensor, delta: torch.Tensor, how: Addition = ALONE) -> None:
+    """The update of the residual stream x (M, H), in place."""
+    one, two = how.own or (None, None)
+    added = delta.float() if one is None else in_fp32(delta, one)
+    if how.second is not None:
+        added = added + (how.second.float() if two is None else in_fp32(how.second, two))
+    added = added if how.post is None else in_fp32(added, how.post)
+    y = torch.add(x.float(), added, alpha=how.scale)
+    x.copy_(y if how.after is None else y * how.after.float())
+
+
+def update_norm(x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, how: Addition = ALONE) -> torch.Tensor:
     """`add` if delta is given, then the norm of x (M, H)."""
     if delta is not None:
-        add(x, delta, post, scale, after, second, own)
-    return normed(x, *norm)
+        add(x, delta, how)
+    return normed(x, norm)
 
 
 def update_norms(
     x: torch.Tensor,
     delta: torch.Tensor | None,
     norms: tuple[Norm, Norm],
-    post: Norm | None = None,
-    scale: float = 1.0,
-    after: torch.Tensor | None = None,
-    second: torch.Tensor | None = None,
+    how: Addition = ALONE,
     *,
     update_norm: Callable[..., torch.Tensor] = update_norm,
     normed: Callable[..., torch.Tensor] = normed,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `update_norm`, with two norms of the same x: those of the branches of a parallel block. The last two operands are
     what computes it."""
-    return update_norm(x, delta, norms[0], post, scale, after, second), normed(x, *norms[1])
+    return update_norm(x, delta, norms[0], how), normed(x, norms[1])

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from lowq_kernels.decode import norms as definition
 from lowq_kernels.decode.launch import launch_next, overlap, pdl, wait
-from lowq_kernels.decode.norms import Kind, Norm
+from lowq_kernels.decode.norms import ALONE, Addition, Norm
 
 MOST = 65536
 
@@ -140,10 +140,10 @@ NONE = Norm(None, 0.0)
 
 
 def _launch(
-    x: torch.Tensor, delta: torch.Tensor | None, y: torch.Tensor | None, norm: Norm | None, post: Norm | None, scale: float,
-    after: torch.Tensor | None, second: torch.Tensor | None, own: tuple[Norm, Norm] | None = None,
+    x: torch.Tensor, delta: torch.Tensor | None, y: torch.Tensor | None, norm: Norm | None, how: Addition,
     also: tuple[Norm, torch.Tensor] | None = None,
 ) -> None:  # fmt: skip
+    post, scale, after, second, own = how
     one, two, (of_delta, of_second), (other, z) = norm or NONE, post or NONE, own or (NONE, NONE), also or (NONE, None)
     K, groups = x.shape[-1], (norm or two).groups
     n = K // groups
@@ -159,79 +159,50 @@ def _launch(
     )  # fmt: skip
 
 
-def _plain(own: tuple[Norm, Norm] | None, second: torch.Tensor | None) -> bool:
-    """Whether the kernel takes norms of delta and second: RMSNorms with a weight."""
-    return own is None or (second is not None and all(n.weight is not None and n.is_rms for n in own))
-
-
 def _closed(*deltas: torch.Tensor | None) -> bool:
     return all(t is None or t.is_contiguous() for t in deltas)
 
 
-def normed(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    kind: Kind = "rms",
-    bias: torch.Tensor | None = None,
-    groups: int = 1,
-) -> torch.Tensor:
+def _refuse(x: torch.Tensor, delta: torch.Tensor | None, how: Addition, *norms: Norm) -> bool:
+    """Whether the kernel does not take an update with these norms; of delta and second it takes RMSNorms with a weight."""
+    own, second = how.own or (), how.second
+    plain = all(second is not None and n.weight is not None and n.is_rms for n in own)
+    return not plain or not _closed(delta, second) or refuse(x, how.post, *own, *norms) is not None
+
+
+def normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     """As `norms.normed`."""
-    norm = Norm(weight, eps, kind, bias, groups)
     if refuse(x, norm):
-        return definition.normed(x, *norm)
+        return definition.normed(x, norm)
     y = torch.empty_like(x)
-    _launch(x, None, y, norm, None, 1.0, None, None)
+    _launch(x, None, y, norm, ALONE)
     return y
 
 
-def add(
-    x: torch.Tensor,
-    delta: torch.Tensor,
-    post: Norm | None = None,
-    scale: float = 1.0,
-    after: torch.Tensor | None = None,
-    second: torch.Tensor | None = None,
-    own: tuple[Norm, Norm] | None = None,
-) -> None:
+def add(x: torch.Tensor, delta: torch.Tensor, how: Addition = ALONE) -> None:
     """As `norms.add`."""
-    if refuse(x, post, *(own or ())) or not _closed(delta, second) or not _plain(own, second):
-        definition.add(x, delta, post, scale, after, second, own)
+    if _refuse(x, delta, how):
+        definition.add(x, delta, how)
     else:
-        _launch(x, delta, None, None, post, scale, after, second, own)
+        _launch(x, delta, None, None, how)
 
 
-def update_norm(
-    x: torch.Tensor,
-    delta: torch.Tensor | None,
-    norm: Norm,
-    post: Norm | None = None,
-    scale: float = 1.0,
-    after: torch.Tensor | None = None,
-    second: torch.Tensor | None = None,
-    own: tuple[Norm, Norm] | None = None,
-) -> torch.Tensor:
+def update_norm(x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, how: Addition = ALONE) -> torch.Tensor:
     """As `norms.update_norm`."""
-    if refuse(x, norm, post, *(own or ())) or not _closed(delta, second) or not _plain(own, second):
-        return definition.update_norm(x, delta, norm, post, scale, after, second, own)
+    if _refuse(x, delta, how, norm):
+        return definition.update_norm(x, delta, norm, how)
     y = torch.empty_like(x)
-    _launch(x, delta, y, norm, post, scale, after, second, own)
+    _launch(x, delta, y, norm, how)
     return y
 
 
 def update_norms(
-    x: torch.Tensor,
-    delta: torch.Tensor | None,
-    norms: tuple[Norm, Norm],
-    post: Norm | None = None,
-    scale: float = 1.0,
-    after: torch.Tensor | None = None,
-    second: torch.Tensor | None = None,
+    x: torch.Tensor, delta: torch.Tensor | None, norms: tuple[Norm, Norm], how: Addition = ALONE
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `norms.update_norms`."""
     one, other = norms
-    if refuse(x, one, other, post) or not _closed(delta, second) or _form(one) != _form(other):
-        return update_norm(x, delta, one, post, scale, after, second), normed(x, *other)
+    if _refuse(x, delta, how, one, other) or _form(one) != _form(other):
+        return update_norm(x, delta, one, how), normed(x, other)
     y, z = torch.empty(2, *x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, delta, y, one, post, scale, after, second, None, (other, z))
+    _launch(x, delta, y, one, how, (other, z))
     return y, z

@@ -90,7 +90,7 @@ def prepare(
     if k is not None:
         v = k if v is None else v
         k = k.float() if p.key_scale == 1.0 else k.float() * p.key_scale
-        heads += [_rotated_and_normed(k, p.k_norm, tables, p), v if p.v_norm is None else norms.in_fp32(v, *p.v_norm)]
+        heads += [_rotated_and_normed(k, p.k_norm, tables, p), v if p.v_norm is None else norms.in_fp32(v, p.v_norm)]
     return torch.cat([t.to(qkv.dtype).flatten(1) for t in heads], 1), gate
 
 
@@ -119,5 +119,5 @@ def _rotated_and_normed(
     if tables is not None and p.norm_last:
         x = rotate(x, *tables, p.pairing)
     if norm is not None:
-        x = norms.in_fp32(x, *norm) if p.over == "head" else norms.in_fp32(x.flatten(1), *norm).view_as(x)
+        x = norms.in_fp32(x, norm) if p.over == "head" else norms.in_fp32(x.flatten(1), norm).view_as(x)
     return rotate(x, *tables, p.pairing) if tables is not None and not p.norm_last else x

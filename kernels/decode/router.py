@@ -82,7 +82,7 @@ def logits(x: torch.Tensor, f: RouterFacts) -> torch.Tensor:
     if x.is_cuda and f.norm is None and f.scale is None and x.dtype == f.weight.dtype != torch.float32:
         y = torch.mm(x, f.weight.mT, out_dtype=torch.float32)
         return y if bias is None else y + bias
-    y = x.float() if f.norm is None else norms.in_fp32(x, *f.norm)
+    y = x.float() if f.norm is None else norms.in_fp32(x, f.norm)
     if f.scale is not None:
         y = y * f.scale.float() * x.shape[-1] ** -0.5
     return F.linear(y, f.weight.float(), bias)

@@ -6,17 +6,18 @@ not take (other strides, no compiler) runs in the definitions.
 
 import ctypes
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from lowq_kernels.decode import activation, norms
 from lowq_kernels.decode import prepare as definition
-from lowq_kernels.decode.norms import Kind, Norm
+from lowq_kernels.decode.norms import ALONE, Addition, Norm
 from lowq_kernels.decode.prepare import Prepared
 from lowq_kernels.products.cpu import dense, native
 from lowq_kernels.products.cpu.native import DTYPES, struct
 
+Delta = TypeVar("Delta", torch.Tensor, torch.Tensor | None)
 NORM = struct("AnyNorm", p="weight bias", i="layer weight_kind bias_kind groups", f="eps")
 ARGS: dict[int, Any] = {
     native.UPDATE: struct(
@@ -36,65 +37,40 @@ ARGS: dict[int, Any] = {
 }
 
 
-def update_norm(
-    x: torch.Tensor,
-    delta: torch.Tensor | None,
-    norm: Norm,
-    post: Norm | None = None,
-    scale: float = 1.0,
-    after: torch.Tensor | None = None,
-    second: torch.Tensor | None = None,
-    own: tuple[Norm, Norm] | None = None,
-) -> torch.Tensor:
+def update_norm(x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, how: Addition = ALONE) -> torch.Tensor:
     """As `norms.update_norm`."""
-    if own is not None:
-        delta, second = _own(delta, second, own)
-    if not _updates(x, delta, norm, post, after, second):
-        return norms.update_norm(x, delta, norm, post, scale, after, second)
+    delta, how = _without_own(delta, how)
+    if not _updates(x, delta, norm, how):
+        return norms.update_norm(x, delta, norm, how)
     y = torch.empty_like(x)
-    _update(x, delta, norm, post, scale, after, second, y)
+    _update(x, delta, norm, how, y)
     return y
 
 
-def add(
-    x: torch.Tensor,
-    delta: torch.Tensor,
-    post: Norm | None = None,
-    scale: float = 1.0,
-    after: torch.Tensor | None = None,
-    second: torch.Tensor | None = None,
-    own: tuple[Norm, Norm] | None = None,
-) -> None:
+def add(x: torch.Tensor, delta: torch.Tensor, how: Addition = ALONE) -> None:
     """As `norms.add`."""
-    if own is not None:
-        delta, second = _own(delta, second, own)
-    if _updates(x, delta, None, post, after, second):
-        _update(x, delta, None, post, scale, after, second, None)
+    delta, how = _without_own(delta, how)
+    if _updates(x, delta, None, how):
+        _update(x, delta, None, how, None)
     else:
-        norms.add(x, delta, post, scale, after, second)
+        norms.add(x, delta, how)
 
 
-def _own(delta: torch.Tensor | None, second: torch.Tensor | None, own: tuple[Norm, Norm]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Delta and second, each normed; rounded, unlike in the definition."""
+def _without_own(delta: Delta, how: Addition) -> tuple[Delta, Addition]:
+    """An addition whose operands have norms, as one without: delta and second normed, and rounded, unlike in the definition."""
+    if how.own is None:
+        return delta, how
     assert delta is not None
-    assert second is not None
-    return normed(delta, *own[0]), normed(second, *own[1])
+    assert how.second is not None
+    return normed(delta, how.own[0]), how._replace(second=normed(how.second, how.own[1]), own=None)
 
 
-def normed(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    kind: Kind = "rms",
-    bias: torch.Tensor | None = None,
-    groups: int = 1,
-) -> torch.Tensor:
+def normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     """As `norms.normed`."""
-    norm = Norm(weight, eps, kind, bias, groups)
-    if x.dim() != 2 or not _updates(x, None, norm, None, None, None):
-        return norms.normed(x, *norm)
+    if x.dim() != 2 or not _updates(x, None, norm, ALONE):
+        return norms.normed(x, norm)
     y = torch.empty_like(x)
-    _update(x, None, norm, None, 1.0, None, None, y)
+    _update(x, None, norm, ALONE, y)
     return y
 
 
@@ -144,29 +120,12 @@ def prepare(
     return y, gate
 
 
-def _update(
-    x: torch.Tensor,
-    delta: torch.Tensor | None,
-    norm: Norm | None,
-    post: Norm | None,
-    scale: float,
-    after: torch.Tensor | None,
-    second: torch.Tensor | None,
-    y: torch.Tensor | None,
-) -> None:
-    tensors = {"x": x, "delta": delta, "second": second, "after": after, "y": y}
-    sizes = {"M": x.shape[0], "H": x.shape[1], "posts": post is not None, "scale": scale}
-    kind = 0 if after is None else DTYPES[after.dtype]
-    native.run(
-        native.UPDATE,
-        ARGS[native.UPDATE],
-        x.dtype,
-        tensors,
-        norm=norm_fields(norm),
-        post=norm_fields(post),
-        after_kind=kind,
-        **sizes,
-    )
+def _update(x: torch.Tensor, delta: torch.Tensor | None, norm: Norm | None, how: Addition, y: torch.Tensor | None) -> None:
+    tensors = {"x": x, "delta": delta, "second": how.second, "after": how.after, "y": y}
+    sizes = {"M": x.shape[0], "H": x.shape[1], "posts": how.post is not None, "scale": how.scale}
+    kind = 0 if how.after is None else DTYPES[how.after.dtype]
+    both = {"norm": norm_fields(norm), "post": norm_fields(how.post)}
+    native.run(native.UPDATE, ARGS[native.UPDATE], x.dtype, tensors, after_kind=kind, **both, **sizes)
 
 
 def norm_fields(norm: Norm | None) -> ctypes.Structure:
@@ -178,18 +137,12 @@ def norm_fields(norm: Norm | None) -> ctypes.Structure:
     return NORM(layer=norm.kind == "layer", groups=norm.groups, eps=norm.eps, **weights)
 
 
-def _updates(
-    x: torch.Tensor,
-    delta: torch.Tensor | None,
-    norm: Norm | None,
-    post: Norm | None,
-    after: torch.Tensor | None,
-    second: torch.Tensor | None,
-) -> bool:
+def _updates(x: torch.Tensor, delta: torch.Tensor | None, norm: Norm | None, how: Addition) -> bool:
+    after, second = how.after, how.second
     alike = all(t is None or (t.dtype == x.dtype and t.shape == x.shape) for t in (delta, second))
     if not alike or x.dim() != 2 or (after is not None and after.numel() != 1):
         return False
-    return norms_fit(norm, x.shape[1]) and norms_fit(post, x.shape[1]) and native.takes(x, delta, second, after)
+    return norms_fit(norm, x.shape[1]) and norms_fit(how.post, x.shape[1]) and native.takes(x, delta, second, after)
 
 
 def norms_fit(norm: Norm | None, n: int) -> bool:

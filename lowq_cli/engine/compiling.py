@@ -57,7 +57,7 @@ class Tokens:
         shape = (-1, self.part.layers, self.part.dims)
         scale = torch.full((), self.part.scale, dtype=x.dtype, device=x.device)
         of_tokens = (self.rows[ids].to(x.dtype) * scale).reshape(shape)
-        projected = normed((self.project(x) * self.part.by).reshape(shape), *self.norm)
+        projected = normed((self.project(x) * self.part.by).reshape(shape), self.norm)
         return (projected + of_tokens) * 2**-0.5
 
 

@@ -74,12 +74,12 @@ class HeadPlan(Plan):
             return states[0].clone()  # the steps add to it in place
         each = list(states)
         if len(self.before) == len(each):
-            each = [self.ops.normed(x.contiguous(), *norm) for x, norm in zip(each, self.before, strict=True)]
+            each = [self.ops.normed(x.contiguous(), norm) for x, norm in zip(each, self.before, strict=True)]
         x = torch.cat(each, -1)
         if len(self.before) == 1 != len(each):
-            x = self.ops.normed(x, *self.before[0])
+            x = self.ops.normed(x, self.before[0])
         x = self.fuse(x)
-        return x if self.after is None else self.ops.normed(x, *self.after)
+        return x if self.after is None else self.ops.normed(x, self.after)
 
     def guess(
         self, ids: torch.Tensor, x: torch.Tensor, batch: Batch, state: Sequence[KeyValues | States]

@@ -126,7 +126,7 @@ class Plan:
         """Embeddings (..., H) of token ids (...), scaled and normed for the first layer."""
         x = self.embedding(self._read(ids))
         x = x if self.scale == 1.0 else x * self.scale
-        return x if self.embed_norm is None else self.ops.normed(x, *self.embed_norm)
+        return x if self.embed_norm is None else self.ops.normed(x, self.embed_norm)
 
     def _set(self, steps: list[s.Step]) -> None:
         """Set the steps; passes without images leave out the steps that only images need, and passes in which no row has an

@@ -16,7 +16,7 @@ from torch import nn
 
 from lowq_cli.engine.batch import Batch, KeyValues, States
 from lowq_kernels.decode import Ops, activation
-from lowq_kernels.decode.norms import Norm
+from lowq_kernels.decode.norms import Addition, Norm
 from lowq_packers.arch.parts import Linear
 
 
@@ -115,14 +115,14 @@ class UpdateNorm(Step):
 
     def run(self, f: Frame) -> None:
         second = f.kept.pop(self.second) if self.second else None
-        facts, y = (self.post, self.scale, self.after, second), None if self.first else f.y
+        how, y = Addition(self.post, self.scale, self.after, second, self.own), None if self.first else f.y
         if self.norm is not None and self.also is not None:
-            f.y, f.kept["also"] = f.ops.update_norms(f.x, y, (self.norm, self.also), *facts)
+            f.y, f.kept["also"] = f.ops.update_norms(f.x, y, (self.norm, self.also), how)
         elif self.norm is not None:
-            f.y = f.ops.update_norm(f.x, y, self.norm, *facts, self.own)
+            f.y = f.ops.update_norm(f.x, y, self.norm, how)
         else:
             if y is not None:
-                f.ops.add(f.x, y, *facts, self.own)
+                f.ops.add(f.x, y, how)
             f.y = f.x
 
 
@@ -153,7 +153,7 @@ class Normed(Step):
 
     def run(self, f: Frame) -> None:
         x = f.x if self.source == "x" else f.y if self.source == "y" else f.kept[self.source]
-        x = x if self.norm is None else f.ops.normed(x, *self.norm)
+        x = x if self.norm is None else f.ops.normed(x, self.norm)
         f.y = x if self.by == 1.0 else x * self.by
 
 

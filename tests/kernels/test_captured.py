@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from emulation import error
 from lowq_kernels.decode import activation, latent, norms, reference
 from lowq_kernels.decode import prepare as preparing
-from lowq_kernels.decode.norms import Norm
+from lowq_kernels.decode.norms import Addition, Norm
 from lowq_kernels.decode.prepare import PositionScale, Prepared
 from lowq_kernels.decode.recurrent import delta, mamba2, short_conv
 from lowq_kernels.decode.reference import Heads
@@ -150,11 +150,11 @@ def test_recurrent_mixers(name):
 def test_row_wise_operations_are_recorded():
     n, after = Norm(randn(64), 1e-6), randn(1)
     x = randn(B, 64)
-    replayed(lambda x: norms.normed(x, *n, ), [], (x,), lambda: (randn(B, 64),))  # fmt: skip
+    replayed(lambda x: norms.normed(x, n), [], (x,), lambda: (randn(B, 64),))  # fmt: skip
 
     def added(x, delta):
         y = x.clone()
-        norms.add(y, delta, n, 0.3, after)
+        norms.add(y, delta, Addition(n, 0.3, after))
         return activation.opened(activation.gated(y, "relu2", 0.5), activation.activated(delta[:, :32], "gelu"))
 
     replayed(added, [], (x, randn(B, 64)), lambda: (randn(B, 64), randn(B, 64)))

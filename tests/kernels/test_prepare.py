@@ -246,4 +246,4 @@ def test_the_definition_agrees_with_split_heads():
     h = reference.Heads(HQ, HKV, D, 1.0, 0, EPS, *w)
     theirs = torch.cat([t.flatten(1) for t in reference.split_heads(qkv, a[pos].cos(), a[pos].sin(), h)], 1)
     assert error(y, theirs) < 1e-6
-    assert norms.normed(qkv, None, EPS).shape == qkv.shape
+    assert norms.normed(qkv, Norm(None, EPS)).shape == qkv.shape

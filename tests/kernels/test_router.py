@@ -20,7 +20,7 @@ from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 from emulation import error
 from lowq_kernels.decode import activation, elementwise, norms, ops, router
-from lowq_kernels.decode.norms import Norm
+from lowq_kernels.decode.norms import Addition, Norm
 from lowq_kernels.decode.route import RouteCall, route_by
 from lowq_kernels.decode.router import RouterFacts
 from lowq_kernels.dispatch.registry import refusals, select
@@ -173,27 +173,28 @@ def test_norms(groups):
     x, weight, bias = torch.randn(7, 3, 40) + 1, torch.randn(40), torch.randn(40)
     truth = x.double().reshape(7, 3, groups, -1)
     rms = (truth / (truth.square().mean(-1, keepdim=True) + 1e-5).sqrt()).reshape(x.shape)
-    assert error(norms.normed(x, None, 1e-5, groups=groups), rms) < 1e-6
-    assert error(norms.normed(x, weight, 1e-5, "rms", bias, groups), rms * weight + bias) < 1e-6
+    assert error(norms.normed(x, Norm(None, 1e-5, groups=groups)), rms) < 1e-6
+    assert error(norms.normed(x, Norm(weight, 1e-5, "rms", bias, groups)), rms * weight + bias) < 1e-6
     middle = truth - truth.mean(-1, keepdim=True)
     layer = (middle / (middle.square().mean(-1, keepdim=True) + 1e-5).sqrt()).reshape(x.shape)
-    assert error(norms.normed(x, weight, 1e-5, "layer", bias, groups), layer * weight + bias) < 1e-6
-    assert error(norms.normed(x, weight, 1e-5, "layer", bias, 10), layer * weight + bias) > 1e-2
-    y = norms.normed(x.bfloat16(), weight.bfloat16(), 1e-5, groups=groups)
+    assert error(norms.normed(x, Norm(weight, 1e-5, "layer", bias, groups)), layer * weight + bias) < 1e-6
+    assert error(norms.normed(x, Norm(weight, 1e-5, "layer", bias, 10)), layer * weight + bias) > 1e-2
+    rounded = Norm(weight.bfloat16(), 1e-5, groups=groups)
+    y = norms.normed(x.bfloat16(), rounded)
     assert y.dtype == torch.bfloat16
-    assert torch.equal(y, norms.normed(x.bfloat16().float(), weight.bfloat16(), 1e-5, groups=groups).bfloat16())  # rounded once
+    assert torch.equal(y, norms.normed(x.bfloat16().float(), rounded).bfloat16())  # rounded once
     if groups == 1:
         ours = nn.LayerNorm(40, 1e-5)
         ours.weight.data, ours.bias.data = weight, bias
-        assert error(norms.normed(x, weight, 1e-5, "layer", bias), ours(x)) < 1e-6
+        assert error(norms.normed(x, Norm(weight, 1e-5, "layer", bias)), ours(x)) < 1e-6
         cohere = CohereLayerNorm((3, 40), eps=1e-5)  # a weight of its own for each head
         cohere.weight.data = torch.randn(3, 40)
-        assert error(norms.normed(x, cohere.weight, 1e-5, "layer"), cohere(x)) < 1e-6
+        assert error(norms.normed(x, Norm(cohere.weight, 1e-5, "layer")), cohere(x)) < 1e-6
     zamba = Zamba2RMSNormGated(40, 40 // groups, 1e-5)
     falcon = FalconH1RMSNormGated(40, 1e-5, groups)
     zamba.weight.data = falcon.weight.data = weight
     for module in (zamba, falcon):
-        assert error(norms.normed(x, weight, 1e-5, groups=groups), module(x)) < 1e-6
+        assert error(norms.normed(x, Norm(weight, 1e-5, groups=groups)), module(x)) < 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -204,7 +205,7 @@ def test_update_of_the_residual_stream(dtype):
 
     def updated(**facts):
         y = x.clone()
-        assert norms.add(y, delta, **facts) is None
+        assert norms.add(y, delta, Addition(**facts)) is None
         return y
 
     def exact(d, scale=1.0, by=1.0):
@@ -214,7 +215,7 @@ def test_update_of_the_residual_stream(dtype):
     assert error(updated(), exact(delta)) < tolerance
     assert error(updated(scale=0.22), exact(delta, 0.22)) < tolerance
     whole = updated(post=post, scale=0.22, after=after)
-    wanted = exact(norms.in_fp32(delta, *post), 0.22, after.double())
+    wanted = exact(norms.in_fp32(delta, post), 0.22, after.double())
     assert error(whole, wanted) < tolerance
     for facts in ({"post": post, "scale": 0.22}, {"post": post, "after": after}, {"scale": 0.22, "after": after}):
         assert error(updated(**facts), wanted) > 0.1

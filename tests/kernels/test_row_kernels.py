@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from emulation import error
 from lowq_kernels.decode import activation, elementwise, norms, norms_triton, prepare, prepare_triton, route_triton, router
 from lowq_kernels.decode import route_tiles_triton as tiles
-from lowq_kernels.decode.norms import Norm
+from lowq_kernels.decode.norms import Addition, Norm
 from lowq_kernels.decode.prepare import PositionScale, Prepared
 from lowq_kernels.decode.route import Routing
 from lowq_kernels.decode.router import RouterFacts
@@ -126,13 +126,13 @@ def test_update_norm(name, dtype):
     post = None if post is None else norm(K, **post)
     given = (post, scale, torch.tensor([0.3], device=DEVICE, dtype=dtype) if after else None)
     given = (*given, randn(3, K, dtype=dtype)) if name in ("an update alone", "sandwich", "by groups") else given
-    ours, theirs = x.clone(), x.clone()
+    how, ours, theirs = Addition(*given), x.clone(), x.clone()
     if own is None:
-        assert norms_triton.add(ours, delta, *given) is None
-        norms.add(theirs, delta, *given)
+        assert norms_triton.add(ours, delta, how) is None
+        norms.add(theirs, delta, how)
     else:
-        y = norms_triton.update_norm(ours, None if update is None else delta, own, *given)
-        assert error(y, norms.update_norm(theirs, None if update is None else delta, own, *given)) < TOLERANCE[dtype]
+        y = norms_triton.update_norm(ours, None if update is None else delta, own, how)
+        assert error(y, norms.update_norm(theirs, None if update is None else delta, own, how)) < TOLERANCE[dtype]
     assert error(ours, theirs) < TOLERANCE[dtype]
     assert torch.equal(ours, x) == (update is None)
 
@@ -143,16 +143,16 @@ def test_branches_have_norms_of_their_own(dtype):
     x, delta, second = (randn(3, 72, dtype=dtype) * s for s in (3, 0.7, 20))
     after = torch.tensor([0.3], device=DEVICE, dtype=dtype)
     for own in ((norm(72), norm(72)), (norm(72), norm(72, "layer"))):
-        given = (norm(72), 0.5, after, second, own)
+        how = Addition(norm(72), 0.5, after, second, own)
         ours, theirs, swapped = x.clone(), x.clone(), x.clone()
-        y = norms_triton.update_norm(ours, delta, norm(72), *given)
+        y = norms_triton.update_norm(ours, delta, norm(72), how)
         assert y.shape == x.shape
-        norms.add(theirs, delta, *given)
+        norms.add(theirs, delta, how)
         assert error(ours, theirs) < TOLERANCE[dtype]
-        norms_triton.add(swapped, delta, *given[:4], own[::-1])
+        norms_triton.add(swapped, delta, how._replace(own=own[::-1]))
         assert error(swapped, theirs) > 10 * TOLERANCE[dtype]
         ours = x.clone()
-        norms_triton.add(ours, delta, *given)
+        norms_triton.add(ours, delta, how)
         assert error(ours, theirs) < TOLERANCE[dtype]
 
 
@@ -166,7 +166,7 @@ def test_two_norms_of_one_stream(name, dtype):
     x, delta, pair = randn(3, 72, dtype=dtype) * 3, randn(3, 72, dtype=dtype), tuple(norm(72, **facts) for facts in TWO[name])
     for update in (delta, None):
         ours, theirs = x.clone(), x.clone()
-        found = norms_triton.update_norms(ours, update, pair, norm(72), 0.5)
+        found = norms_triton.update_norms(ours, update, pair, Addition(norm(72), 0.5))
         if update is None:
             assert torch.equal(ours, x)
         else:
@@ -201,12 +201,12 @@ def test_beside(name, dtype):
 def test_normed(shape):
     x = randn(*shape)
     for own in (norm(40), norm(40, "layer", True), norm(40, groups=5)):
-        assert error(norms_triton.normed(x, *own), norms.normed(x, *own)) < TOLERANCE[x.dtype]
+        assert error(norms_triton.normed(x, own), norms.normed(x, own)) < TOLERANCE[x.dtype]
     wide = Norm(randn(shape[-2], 40, dtype=torch.float32), EPS)  # factors of each row: not what the kernel takes
     assert norms_triton.refuse(x, wide)
-    assert torch.equal(norms_triton.normed(x, *wide), norms.normed(x, *wide))
+    assert torch.equal(norms_triton.normed(x, wide), norms.normed(x, wide))
     turned = x.transpose(-1, -2)
-    assert torch.equal(norms_triton.normed(turned, None, EPS), norms.normed(turned, None, EPS))
+    assert torch.equal(norms_triton.normed(turned, Norm(None, EPS)), norms.normed(turned, Norm(None, EPS)))
 
 
 @pytest.mark.parametrize("act", sorted(activation.ACTIVATIONS))

@@ -7,7 +7,7 @@ import torch
 
 from cpu_sets import isa, pytestmark
 from lowq_kernels.decode import activation, norms, prepare, rows_cpu
-from lowq_kernels.decode.norms import Norm
+from lowq_kernels.decode.norms import Addition, Norm
 from lowq_kernels.decode.prepare import PositionScale, Prepared
 from lowq_kernels.products.cpu import native
 
@@ -46,17 +46,15 @@ def test_updates_and_norms(isa, ran, dtype, M, H):
     for norm, post in product(every, [None, *every]):
         x, delta, second = (torch.randn(M, H).to(dtype) for _ in range(3))
         more = {"scale": 0.3, "after": torch.tensor([1.7]), "second": second} if post is norm else {}
+        how = Addition(post, **more)
         ours, theirs = x.clone(), x.clone()
-        y, expected = (
-            rows_cpu.update_norm(ours, delta, norm, post, **more),
-            norms.update_norm(theirs, delta, norm, post, **more),
-        )
+        y, expected = rows_cpu.update_norm(ours, delta, norm, how), norms.update_norm(theirs, delta, norm, how)
         assert error(y, expected) < TOLERANCE[dtype]
         assert error(ours, theirs) < TOLERANCE[dtype]
-        assert error(rows_cpu.normed(x, *norm), norms.normed(x, *norm)) < TOLERANCE[dtype]
+        assert error(rows_cpu.normed(x, norm), norms.normed(x, norm)) < TOLERANCE[dtype]
         ours, theirs = x.clone(), x.clone()
-        rows_cpu.add(ours, delta, post, **more)
-        norms.add(theirs, delta, post, **more)
+        rows_cpu.add(ours, delta, how)
+        norms.add(theirs, delta, how)
         assert error(ours, theirs) < TOLERANCE[dtype]
     assert ran() == ["update"] * 60
 
@@ -122,13 +120,13 @@ def test_the_bits_depend_on_no_thread():
 
 def test_unsupported_calls_are_computed_by_the_definition(ran):
     x, norm = torch.randn(4, 6, 8), Norm(torch.randn(8), 1e-5)
-    assert torch.equal(rows_cpu.normed(x, *norm), norms.normed(x, *norm))
+    assert torch.equal(rows_cpu.normed(x, norm), norms.normed(x, norm))
     rows, by_head = x[:, 0], norm._replace(weight=torch.randn(4, 8))
-    assert torch.equal(rows_cpu.normed(rows, *norm), norms.normed(rows, *norm))
+    assert torch.equal(rows_cpu.normed(rows, norm), norms.normed(rows, norm))
     whole = rows.contiguous()
-    assert torch.equal(rows_cpu.normed(whole, *by_head), norms.normed(whole, *by_head))
+    assert torch.equal(rows_cpu.normed(whole, by_head), norms.normed(whole, by_head))
     learnt = whole.requires_grad_()
-    rows_cpu.normed(learnt, *norm).sum().backward()
+    rows_cpu.normed(learnt, norm).sum().backward()
     assert learnt.grad is not None
     wide = whole.detach().double()
     assert torch.equal(rows_cpu.opened(wide, wide), activation.opened(wide, wide))

@@ -127,7 +127,7 @@ def _heads(mixed: torch.Tensor, f: Delta) -> tuple[torch.Tensor, torch.Tensor, t
 
 
 def _out(y: torch.Tensor, z: torch.Tensor, f: Delta, dtype: torch.dtype) -> torch.Tensor:
-    return (norms.in_fp32(y, *f.norm) * F.silu(z.float())).flatten(1).to(dtype)
+    return (norms.in_fp32(y, f.norm) * F.silu(z.float())).flatten(1).to(dtype)
 
 
 DEFINITION = Mixer(step, run)

@@ -122,8 +122,8 @@ def _out(y: torch.Tensor, u: torch.Tensor, z: torch.Tensor, f: Mamba2, dtype: to
     """y (M, heads, dim) without D x -> the output (M, heads dim)."""
     y, gate = (y + f.d.float()[:, None] * u).flatten(1), F.silu(z)
     if f.norm is not None and f.gate_last:
-        return (norms.in_fp32(y, *f.norm) * gate).to(dtype)
-    return (y * gate if f.norm is None else norms.in_fp32(y * gate, *f.norm)).to(dtype)
+        return (norms.in_fp32(y, f.norm) * gate).to(dtype)
+    return (y * gate if f.norm is None else norms.in_fp32(y * gate, f.norm)).to(dtype)
 
 
 DEFINITION = Mixer(step, run)
