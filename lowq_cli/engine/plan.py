@@ -108,10 +108,6 @@ class Plan:
         """Whether rows that do not state an adapter have one."""
         return self.adapters is not None and bool(self.adapters.all)
 
-    def folds(self, M: int) -> bool:
-        """Whether some steps are folded into products for M rows."""
-        return self.program(M) is not self._unfolded[False, self.everywhere]
-
     def about(self, batch: int) -> str:
         """Facts about a step of `batch` sequences that the kernels' names do not show, for `--explain`; "" without any."""
         fold = self.ops.fold

@@ -149,7 +149,7 @@ def test_packed_models(bits, monkeypatch):
     for folding in (True, False):
         plan.ops = plan.ops if folding else replace(plan.ops, fold=None)
         plan.rewrite(lambda step: step)
-        assert plan.folds(3) == folding
+        assert (len(plan.program(3)) < len(plan.steps)) == folding
         decoder.captured.clear()
         g = stream(model, tokenizer, PROMPTS, max_new_tokens=100, decoder=decoder)
         list(g.pieces())

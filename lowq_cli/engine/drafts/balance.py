@@ -21,14 +21,13 @@ class Balance:
 
     Args:
         first: plain steps before drafts are tried for the first time. plain_s: seconds of a plain step if drafts may be tried
-            at once, as they pay where they bring less; else 0.0. gain: drafts pay if they give this many times the tokens per
-            second of plain steps.
+            at once, as they pay where they bring less; else 0.0.
     Attributes:
         allowed: whether the next step may have drafts. plain_s: mean seconds of plain steps.
     """
 
-    def __init__(self, first: int, plain_s: float = 0.0, gain: float = 1.0) -> None:
-        self.allowed, self.plain_s, self.gain = plain_s > 0, plain_s, gain
+    def __init__(self, first: int, plain_s: float = 0.0) -> None:
+        self.allowed, self.plain_s = plain_s > 0, plain_s
         self._won = self._lost = self._wait_s = 0.0
         self._wait, self._steps, self._failed = first, 0, 0
 
@@ -42,7 +41,7 @@ class Balance:
         if not self.allowed:
             self._time(seconds)
         else:
-            self._count(tokens * self.plain_s / self.gain - seconds, once)
+            self._count(tokens * self.plain_s - seconds, once)
         if self.allowed and self._steps >= CHECK:
             self._change(False, PLAIN)
         elif not self.allowed and self._steps >= self._wait and self._wait_s <= 0:
