@@ -1,13 +1,10 @@
 """Loads a model folder, hub id or "demo" as a transformers model that runs with lowq's kernels."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from lowq_cli import console, ranks
 from lowq_cli.devices import pick_device, say_widened
@@ -17,6 +14,7 @@ from lowq_cli.files.source import Source
 from lowq_cli.files.storage import FP8, as_lowq, method, method_of_others
 from lowq_cli.files.text_alone import way_out
 from lowq_cli.hf import register
+from lowq_cli.hf.quiet import quiet
 from lowq_cli.hf.skeleton import model_class
 from lowq_cli.hf.structure import check_affordable, check_plausible
 from lowq_cli.hf.swap import prepare, unprepared
@@ -70,7 +68,7 @@ def load_model(source: Source, device: str | torch.device = "auto", dtype: torch
             naming(source.name),
             library_errors(DamagedError, f"{source.name} cannot be loaded as {cls.__name__}"),
             unprepared(),
-            _silent(),
+            quiet(),
             only_its_files(source, **renamed) as view,
         ):
             loaded, info = cls.from_pretrained(  # type: ignore[misc]  # a pair, with output_loading_info
@@ -129,17 +127,3 @@ def _over_processes(device: torch.device) -> Any:
     if device.index is not None or device.type != ("cuda" if torch.cuda.is_available() else "cpu"):
         raise UsageError("under torchrun each process takes the GPU of its number; leave --device out")
     return DistributedConfig(tp_size=ranks.world())
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Turns off transformers' progress bar, which would overwrite lowq's, and its load report, which lowq gives in a line."""
-    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if shown:
-            logging.enable_progress_bar()

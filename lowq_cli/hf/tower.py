@@ -4,13 +4,11 @@ transformers' class of the whole model is built with a text model of one small l
 and its projector, so that it computes the same features as in the whole model.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from inspect import signature
 from typing import Any
 
 import torch
-from transformers.utils import logging
 
 from lowq_cli.files.checkpoint import open_checkpoint
 from lowq_cli.files.family_tensors import outside_text_prefixes
@@ -18,6 +16,7 @@ from lowq_cli.files.source import Source
 from lowq_cli.files.storage import METHOD, method
 from lowq_cli.hf.fused_tower import fuse
 from lowq_cli.hf.pictures import PIXELS, normalised
+from lowq_cli.hf.quiet import quiet
 from lowq_cli.hf.skeleton import config_object, model_class
 from lowq_packers.errors import DamagedError, library_errors
 
@@ -80,7 +79,7 @@ def load_tower(source: Source, device: torch.device, dtype: torch.dtype) -> Towe
     tensors = _dense(source, names, dtype)
     model: Any
     info: dict[str, Any]
-    with library_errors(DamagedError, f"the tower of {source.name} cannot be built"), _silent():
+    with library_errors(DamagedError, f"the tower of {source.name} cannot be built"), quiet():
         config = _config(source.config)
         model, info = cls.from_pretrained(  # type: ignore[misc]  # a pair, with output_loading_info
             None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
@@ -115,18 +114,3 @@ def _config(raw: Mapping[str, Any]) -> Any:
     if "audio_config" in fields:
         fields["audio_config"] = None
     return config_object(fields)
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Inside this context transformers does not report missing tensors, since those of the text model are left out."""
-    level = logging.get_verbosity()
-    shown = logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if shown:
-            logging.enable_progress_bar()
