@@ -11,13 +11,13 @@ from typing import Any
 from lowq_cli.calibrate.texts import check_ids
 from lowq_cli.engine.detokenize import shown_tokens
 from lowq_cli.engine.model_record import owned
+from lowq_cli.engine.moments import between, moment
 from lowq_cli.engine.rope import reach
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.stopping import check
 from lowq_cli.engine.stream import Decoder, Generation
 from lowq_cli.output.syntaxes import marks, switches, syntax_of
 from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
-from lowq_packers.lazy import torch
 
 LAST = 16  # last tokens of a prompt that are searched for a marker that opens the thoughts
 
@@ -101,7 +101,7 @@ def stream(
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
     stops = check([stop] if isinstance(stop, str) else stop)
     one, given = _given(prompt)
-    looked = _moment(model.device)
+    looked = moment(model.device)
     pictures = _pictures(model, [images] if one else list(images), len(given)) if images else [[] for _ in given]
     encoded = [
         encode(tokenizer, p, chat, (model, seen), think) if isinstance(p, str) else list(p)
@@ -130,27 +130,13 @@ def stream(
 
         check_decoder(decoder)
         how["shown"] = [sight_of(model).shown(p, seen) if seen else None for p, seen in zip(prompts, pictures, strict=True)]
-        how["pictures_s"] = partial(_between, looked, _moment(model.device))
+        how["pictures_s"] = partial(between, looked, moment(model.device))
     from lowq_cli.engine.drafts.drafter_choice import attach
 
     if chat:
         how["marks"] = marks_of(tokenizer, prompts[0])
     how["drafting"], how["why_no_drafts"] = attach(draft, model, tokenizer, decoder, len(prompts), deterministic)
     return Generation(decoder, tokenizer, prompts, sampling, room, **how)
-
-
-def _moment(device: Any) -> Any:
-    """The present time: on a GPU an event, which its queue reaches when the work before it is done."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _between(first: Any, second: Any) -> float:
-    """Seconds between two moments, after the device has reached both."""
-    return second - first if isinstance(first, float) else first.elapsed_time(second) / 1e3
 
 
 def _pictures(model: Any, images: Sequence[Sequence[Any]], prompts: int) -> list[list[Any]]:

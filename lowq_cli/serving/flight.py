@@ -4,6 +4,7 @@ import time
 
 import torch
 
+from lowq_cli.engine.moments import between, moment
 from lowq_cli.serving.sampler import LogProbs, fetch
 from lowq_cli.serving.sequence import Sequence
 
@@ -16,7 +17,7 @@ class Flight:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.began, self.since = self._now(device), time.perf_counter()
+        self.began, self.since = moment(device), time.perf_counter()
         self.rows: list[int] = []  # number of rows of each sequence; only in a pass with drafts
         self.guessed: list[Sequence] = []
 
@@ -31,13 +32,13 @@ class Flight:
         """Record what was launched (sequences, their rows of the logits, which of these are `drawable`) and return self."""
         self.drew, self.logs, self.size = [(t, t.row, i) for i, t in places], logs, size
         self.tokens, self.sound = fetch(token), None if sound is None else fetch(sound)
-        self.ended = self._now(token.device)
+        self.ended = moment(token.device)
         return self
 
     def guess(self, texts: list[Sequence], guesses: torch.Tensor | None) -> None:
         """Record the drafter's guesses (n, K) for the next tokens of some sequences; None: the drafter did not run."""
         if guesses is not None:
-            self.guessed, self.guesses, self.after = texts, fetch(guesses), self._now(guesses.device)
+            self.guessed, self.guesses, self.after = texts, fetch(guesses), moment(guesses.device)
 
     def over(self) -> bool:
         """Return whether the pass has ended."""
@@ -45,15 +46,6 @@ class Flight:
 
     def read(self) -> tuple[list[int], float]:
         """Return the newest token of every row and the seconds of the pass; waits for this pass only."""
-        if isinstance(self.ended, float) or isinstance(self.began, float):
-            return self.tokens.tolist(), self.ended - self.began  # type: ignore[operator]
-        self.ended.synchronize()
-        return self.tokens.tolist(), self.began.elapsed_time(self.ended) / 1e3
-
-    @staticmethod
-    def _now(device: torch.device) -> "torch.cuda.Event | float":
-        if device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        if not isinstance(self.ended, float):
+            self.ended.synchronize()
+        return self.tokens.tolist(), between(self.began, self.ended)
