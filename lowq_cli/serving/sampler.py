@@ -5,6 +5,8 @@ sampler_reference.py; here a few rows are computed together, without waiting for
 """
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -109,19 +111,8 @@ class Special:
                 table[target].copy_(table[source])
 
     def draw(self, logits: torch.Tensor, places: list[tuple[int, Sequence]]) -> "list[LogProbs]":
-        """Sample for sequences, given with their rows of `logits`, into `rows`; return the log-probabilities they ask for.
-
-        If that fails, each sequence is sampled alone, and one that fails again has `failed` set while the others go on.
-        """
-        try:
-            return self._draw(logits, places)
-        except Exception as e:  # an error of one sequence's settings, or no memory for all at once: that sequence ends with it
-            if device_lost(e):
-                raise  # no sequence can go on
-            if len(places) > 1:
-                return [logs for place in places for logs in self.draw(logits, [place])]
-            places[0][1].failed = e
-            return []
+        """Sample for sequences, given with their rows of `logits`, into `rows`; return the log-probabilities they ask for."""
+        return drawn_for(places, partial(self._draw, logits))
 
     def _draw(self, logits: torch.Tensor, places: list[tuple[int, Sequence]]) -> "list[LogProbs]":
         """Sample, and write lasting state only after everything that can fail: the call may be repeated."""
@@ -236,6 +227,22 @@ def _before(drafts: list[Drafts]) -> list[tuple[int, int]]:
         pairs += [(first + i, token) for i in range(1, len(given) + 1) for token in given[:i]]
         first += 1 + len(given)
     return pairs
+
+
+def drawn_for(places: list[Any], draw: "Callable[[list[Any]], list[LogProbs]]") -> "list[LogProbs]":
+    """The result of `draw` for these places, whose last value is the sequence that samples there.
+
+    If that fails, `draw` is called for each alone, and a sequence that fails again has `failed` set while the others go on.
+    """
+    try:
+        return draw(places)
+    except Exception as e:  # an error of one sequence's settings, or no memory for all at once: that sequence ends with it
+        if device_lost(e):
+            raise  # no sequence can go on
+        if len(places) > 1:
+            return [logs for place in places for logs in drawn_for([place], draw)]
+        places[0][-1].failed = e
+        return []
 
 
 class LogProbs:

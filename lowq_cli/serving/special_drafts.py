@@ -3,15 +3,16 @@
 A row's penalties count the drafts before it, and its mask is the one after them.
 """
 
+from functools import partial
+
 import numpy as np
 import torch
 
 from lowq_cli.engine.batch import upload
 from lowq_cli.serving.draft_passes import Checked
 from lowq_cli.serving.model_runner import ModelRunner
-from lowq_cli.serving.sampler import LogProbs, Special
+from lowq_cli.serving.sampler import LogProbs, Special, drawn_for
 from lowq_cli.serving.sequence import Sequence
-from lowq_packers.errors import device_lost
 
 Place = tuple[int, int, Checked, Sequence]  # of a sequence in a pass: its number there, its first row, its rows, and itself
 NO_TOKEN = -1  # a draft that no token equals, so that it counts as wrong
@@ -21,19 +22,8 @@ def draw_special(
     runner: ModelRunner, special: Special, result: torch.Tensor, logits: torch.Tensor, places: list[Place]
 ) -> list[LogProbs]:
     """Draw after each row of these sequences, as plain passes would; write the tokens and the numbers of right drafts into
-    `result`, which `DraftPasses.run` returned together with `logits`. Return the log-probabilities that they ask for.
-
-    If that fails, each sequence is drawn alone, and one that fails again has `failed` set while the others go on.
-    """
-    try:
-        return _draw(runner, special, result, logits, places)
-    except Exception as e:  # no memory for all at once, or for this sequence
-        if device_lost(e):
-            raise  # no sequence can go on
-        if len(places) > 1:
-            return [logs for place in places for logs in draw_special(runner, special, result, logits, [place])]
-        places[0][-1].failed = e
-        return []
+    `result`, which `DraftPasses.run` returned together with `logits`. Return the log-probabilities that they ask for."""
+    return drawn_for(places, partial(_draw, runner, special, result, logits))
 
 
 def _draw(
