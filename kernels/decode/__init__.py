@@ -106,24 +106,10 @@ def ops(device_type: str) -> Ops:
     if device_type == "cpu":
         from lowq_kernels.decode import cpu, latent_cpu, mixture_cpu, rows_cpu
 
-        return replace(
-            TORCH,
-            name="cpu",
-            add_norm=cpu.add_norm,
-            attend=cpu.attend,
-            attend_rows=cpu.attend_rows,
-            gated=cpu.gated,
-            normed=rows_cpu.normed,
-            add=rows_cpu.add,
-            update_norm=rows_cpu.update_norm,
-            update_norms=rows_cpu.update_norms,
-            prepare=rows_cpu.prepare,
-            opened=rows_cpu.opened,
-            opened_by=rows_cpu.opened_by,
-            activated=cpu.activated,
-            route_by=mixture_cpu.route_by,
-            latent=replace(LATENT, step=latent_cpu.step),
-        )
+        of_rows = ("normed", "add", "update_norm", "update_norms", "prepare", "opened", "opened_by")
+        parts = {cpu: ("add_norm", "attend", "attend_rows", "gated", "activated"), rows_cpu: of_rows}
+        named: dict[str, Any] = {name: getattr(module, name) for module, names in parts.items() for name in names}
+        return replace(TORCH, name="cpu", route_by=mixture_cpu.route_by, latent=replace(LATENT, step=latent_cpu.step), **named)
     if device_type != "cuda":
         return TORCH
     if optional("lowq_kernels.decode.elementwise", "triton") is None:
