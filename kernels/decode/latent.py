@@ -9,7 +9,7 @@ Source: DeepSeek-V2 (arXiv:2405.04434).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -45,11 +45,22 @@ class Latent:
     position_scale: PositionScale | None = None
 
 
+class Places(NamedTuple):
+    """Where a step's tokens stand, one of each of B sequences. pos (B,): their positions. cos, sin (S, rotated). table, order:
+    as in `reference.attend`."""
+
+    pos: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    table: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+
+
 @dataclass(frozen=True)
 class LatentCall:
     """One token of each of M sequences, over caches of S slots. block: slots of a block of a paged cache, or 0.
 
-    Its kernels are launch(q, latent, cache, pos, cos, sin, facts, table, order, config) -> y, as `step`.
+    Its kernels are launch(q, latent, cache, places, facts, config) -> y, as `step`.
     """
 
     op: ClassVar[Op] = "latent"
@@ -82,49 +93,29 @@ class Forms:
     refuse: Callable[[torch.dtype, Cache, Latent], str | None]
 
 
-def step(
-    q: torch.Tensor,
-    latent: torch.Tensor,
-    cache: Cache,
-    pos: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    f: Latent,
-    table: torch.Tensor | None = None,
-    order: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """One token per sequence: q (B, heads * (nope + rotated)), latent (B, rank + rotated) as its product gives it, pos (B,),
-    cos and sin (S, rotated) -> (B, heads * v_dim). table, order: as in `reference.attend`."""
-    n = int(pos.max()) + 1  # slots that hold a token of some sequence
-    if table is None:
+def step(q: torch.Tensor, latent: torch.Tensor, cache: Cache, at: Places, f: Latent) -> torch.Tensor:
+    """One token per sequence: q (B, heads * (nope + rotated)), latent (B, rank + rotated) as its product gives it ->
+    (B, heads * v_dim)."""
+    n = int(at.pos.max()) + 1  # slots that hold a token of some sequence
+    if at.table is None:
         cache = part(cache, (slice(None), slice(None), slice(n)))
     else:
-        table = table[:, : -(-n // cache.shape[2])]
-    return step_fixed(q, latent, cache, pos, cos, sin, f, table)
+        at = at._replace(table=at.table[:, : -(-n // cache.shape[2])])
+    return step_fixed(q, latent, cache, at, f)
 
 
-def step_fixed(
-    q: torch.Tensor,
-    latent: torch.Tensor,
-    cache: Cache,
-    pos: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    f: Latent,
-    table: torch.Tensor | None = None,
-    order: torch.Tensor | None = None,
-) -> torch.Tensor:
+def step_fixed(q: torch.Tensor, latent: torch.Tensor, cache: Cache, at: Places, f: Latent) -> torch.Tensor:
     """As `step`, by operations whose shapes do not depend on `pos`, as `reference.attend_fixed`."""
-    B, at = q.shape[0], pos.long()
-    queries, keys = _prepared(q, latent, pos, cos[at], sin[at], f)
-    rows = torch.arange(B, device=q.device)
+    (pos, cos, sin, table, _), slots = at, at.pos.long()
+    queries, keys = _prepared(q, latent, pos, cos[slots], sin[slots], f)
+    rows = torch.arange(q.shape[0], device=q.device)
     if table is None:
-        cache[rows, :, at] = keys[:, None]
+        cache[rows, :, slots] = keys[:, None]
     else:
-        reference.write((cache,), (keys[:, None],), table, rows, at)
+        reference.write((cache,), (keys[:, None],), table, rows, slots)
     h = Heads(f.heads, 1, f.rank + f.rotated, f.scale)
-    (entries,), positions = reference.gathered((cache,), at, h, table)
-    mask = h.visible(positions, at[:, None])
+    (entries,), positions = reference.gathered((cache,), slots, h, table)
+    mask = h.visible(positions, slots[:, None])
     entries = torch.where(mask[:, None, :, None], entries.float(), 0)
     y = reference.softmax_product(_absorbed(queries, f)[:, None], entries, entries[..., : f.rank], mask[:, None, None], h)[:, 0]
     return torch.einsum("bhr,hvr->bhv", y, f.v_up.float()).flatten(1).to(q.dtype)
@@ -245,25 +236,15 @@ def _causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, at_
     return torch.cat(parts, 1)
 
 
-def dispatched(
-    q: torch.Tensor,
-    latent: torch.Tensor,
-    cache: Cache,
-    pos: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    f: Latent,
-    table: torch.Tensor | None = None,
-    order: torch.Tensor | None = None,
-) -> torch.Tensor:
+def dispatched(q: torch.Tensor, latent: torch.Tensor, cache: Cache, at: Places, f: Latent) -> torch.Tensor:
     """As `step`, by the kernel that dispatch chooses."""
     S, block = cache.shape[2], 0
-    if table is not None:
-        S, block = table.shape[1] * S, S
+    if at.table is not None:
+        S, block = at.table.shape[1] * S, S
     sizes = (q.shape[0], S, f.heads, f.nope, f.rotated, f.v_dim, f.rank, f.pairing, f.position_scale is not None)
     call = LatentCall(*sizes, q.dtype, q.device.type, capability(q.device), block, kind_of(cache))
     spec, config = select(call)
-    return spec.launch(q, latent, cache, pos, cos, sin, f, table, order, config)
+    return spec.launch(q, latent, cache, at, f, config)
 
 
 @register("torch/latent", op="latent", devices=("cpu", "cuda"), dtypes=(*FLOATS, torch.float32), rank=LAST_RESORT)

@@ -5,7 +5,7 @@ import torch
 from lowq_kernels.decode import latent as definition
 from lowq_kernels.decode.cpu import LANES
 from lowq_kernels.decode.kv import Cache, Coded
-from lowq_kernels.decode.latent import Latent
+from lowq_kernels.decode.latent import Latent, Places
 from lowq_kernels.decode.rows_cpu import NORM, norm_fields, norms_fit
 from lowq_kernels.products.cpu import native
 from lowq_kernels.products.cpu.native import DTYPES, struct
@@ -20,21 +20,11 @@ LATENT = struct(
 )
 
 
-def step(
-    q: torch.Tensor,
-    latent: torch.Tensor,
-    cache: Cache,
-    pos: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    f: Latent,
-    table: torch.Tensor | None = None,
-    order: torch.Tensor | None = None,
-) -> torch.Tensor:
+def step(q: torch.Tensor, latent: torch.Tensor, cache: Cache, at: Places, f: Latent) -> torch.Tensor:
     """As `latent.step`; keys of all rows are written before any is read, so rows may be of one text."""
-    if isinstance(cache, Coded) or not _takes(q, latent, cache, pos, cos, sin, f, table):
-        return definition.step(q, latent, cache, pos, cos, sin, f, table, order)
-    B, dtype = q.shape[0], q.dtype
+    if isinstance(cache, Coded) or not _takes(q, latent, cache, at, f):
+        return definition.step(q, latent, cache, at, f)
+    (pos, cos, sin, table, _), B, dtype = at, q.shape[0], q.dtype
     y = torch.empty(B, f.heads * f.v_dim, dtype=dtype)
     tensors = {"q": q, "latent": latent, "cache": cache, "cos": cos, "sin": sin, "pos": pos, "table": table}
     numbers = {name: getattr(f, name) for name in ("heads", "nope", "rotated", "v_dim", "rank", "scale")}
@@ -48,17 +38,8 @@ def step(
     return y
 
 
-def _takes(
-    q: torch.Tensor,
-    latent: torch.Tensor,
-    cache: torch.Tensor,
-    pos: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    f: Latent,
-    table: torch.Tensor | None,
-) -> bool:
-    D, ups = f.rank + f.rotated, (f.k_up, f.v_up)
+def _takes(q: torch.Tensor, latent: torch.Tensor, cache: torch.Tensor, at: Places, f: Latent) -> bool:
+    (pos, cos, sin, table, _), D, ups = at, f.rank + f.rotated, (f.k_up, f.v_up)
     if D % LANES or cos.shape[1] != f.rotated or not norms_fit(f.norm, f.rank):
         return False
     alike = q.dtype == latent.dtype == cache.dtype and cos.dtype == sin.dtype and cache.stride()[2:] == (D, 1)

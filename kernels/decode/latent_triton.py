@@ -24,7 +24,7 @@ import triton.language as tl
 from lowq_kernels.decode.attend_triton import LOG2E
 from lowq_kernels.decode.kv import PLAIN
 from lowq_kernels.decode.kv_triton import padded
-from lowq_kernels.decode.latent import Latent, LatentCall, by_definition
+from lowq_kernels.decode.latent import Latent, LatentCall, Places, by_definition
 from lowq_kernels.decode.launch import launch_next, pdl, wait
 from lowq_kernels.decode.prepare_triton import normed, pairs, statistics
 from lowq_kernels.dispatch.registry import FLOATS, Config, register
@@ -308,20 +308,12 @@ def _refuse(call: LatentCall) -> str | None:
 
 @register("triton/latent", op="latent", dtypes=(*FLOATS, torch.float32), rank=50, refuse=_refuse)
 def step(
-    q: torch.Tensor,
-    latent: torch.Tensor,
-    cache: torch.Tensor,
-    pos: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    f: Latent,
-    table: torch.Tensor | None = None,
-    order: torch.Tensor | None = None,
-    config: Config | None = None,
+    q: torch.Tensor, latent: torch.Tensor, cache: torch.Tensor, at: Places, f: Latent, config: Config | None = None
 ) -> torch.Tensor:
-    """As `latent.step`; cache and table contiguous, pos (B,) int32, cos and sin (S, rotated). config: SPLITS."""
+    """As `latent.step`; cache and table contiguous, positions int32. config: SPLITS."""
     if f.norm.groups != 1:
-        return by_definition(q, latent, cache, pos, cos, sin, f, table, order, config)
+        return by_definition(q, latent, cache, at, f, config)
+    pos, cos, sin, table, _ = at
     q, latent = (t if t.stride(1) == 1 else t.contiguous() for t in (q, latent))
     B, S, page, scale = q.shape[0], cache.shape[2], 0, f.position_scale
     if table is not None:

@@ -15,7 +15,7 @@ import torch
 from lowq_cli.engine.rope import Tables
 from lowq_kernels.decode import Ops, recurrent
 from lowq_kernels.decode.kv import Cache, part
-from lowq_kernels.decode.latent import Latent
+from lowq_kernels.decode.latent import Latent, Places
 from lowq_kernels.decode.prepare import Prepared
 from lowq_kernels.decode.reference import Groups, Heads, Packed, attend_packed, attend_prompt
 from lowq_kernels.decode.runs import Run, Runs
@@ -263,7 +263,7 @@ class Batch:
         b, forms, parts = self.steps, self.ops.latent, []
         if b:
             order = None if self.order is None else self.order[:b]
-            parts.append(forms.step(q[:b], x[:b], state.k, self.pos[:b], *tables, facts, state.table, order))
+            parts.append(forms.step(q[:b], x[:b], state.k, Places(self.pos[:b], *tables, state.table, order), facts))
         if self.mixed:
             q, x = q[b:], x[b:]
             if state.table is not None:

@@ -112,7 +112,9 @@ def test_latent_attention(paged):
     def draw():
         return randn(B, 8 * 48), randn(B, 80), positions()
 
-    replayed(lambda q, rows, pos: latent.step_fixed(q, rows, held[0], pos, *turned, f, where), held, draw(), draw)
+    replayed(
+        lambda q, rows, pos: latent.step_fixed(q, rows, held[0], latent.Places(pos, *turned, where), f), held, draw(), draw
+    )
 
 
 def mixers():

@@ -11,7 +11,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from emulation import error
 from lowq_kernels.decode import kv, latent, ops
-from lowq_kernels.decode.latent import Latent, LatentCall
+from lowq_kernels.decode.latent import Latent, LatentCall, Places
 from lowq_kernels.decode.norms import Norm
 from lowq_kernels.decode.prepare import PositionScale
 from lowq_kernels.decode.reference import Packed
@@ -67,7 +67,7 @@ def test_steps_and_prompts_in_any_cut(name, shape):
     assert error(torch.cat(parts, 1), expected[:, :start]) < 1e-6
     for t in range(start, T):
         pos = torch.tensor([t, t], dtype=torch.int32)
-        assert error(latent.step(q[:, t], rows[:, t], cache[:2], pos, *turned, f), expected[:, t]) < 1e-6
+        assert error(latent.step(q[:, t], rows[:, t], cache[:2], Places(pos, *turned), f), expected[:, t]) < 1e-6
     assert cache[2].isnan().all()
     assert cache[:2, :, T:].isnan().all()
 
@@ -83,7 +83,7 @@ def test_steps_and_prompts_in_any_cut(name, shape):
     assert error(y[21:], expected[0, :start]) < 1e-6
     pos = torch.tensor([start, 21], dtype=torch.int32)  # texts of other lengths
     token = [torch.stack((x[0, start], x[1, 21])) for x in (q, rows)]
-    y = latent.dispatched(*token, pool, pos, *turned, f, table)
+    y = latent.dispatched(*token, pool, Places(pos, *turned, table), f)
     assert error(y, torch.stack((expected[0, start], expected[1, 21]))) < 1e-6
 
 
@@ -129,8 +129,8 @@ def test_a_graph_records_the_step():
     for b, p in enumerate(pos.tolist()):
         cache[b, :, :p] = torch.randn(1, p, f.rank + f.rotated)
     ours = cache.clone()
-    expected = latent.step(q, rows, cache, pos, *turned, f)
-    assert error(latent.step_fixed(q, rows, ours, pos, *turned, f), expected) < 1e-6
+    expected = latent.step(q, rows, cache, Places(pos, *turned), f)
+    assert error(latent.step_fixed(q, rows, ours, Places(pos, *turned), f), expected) < 1e-6
     assert not expected.isnan().any()
     assert torch.equal(ours.nan_to_num(7.0), cache.nan_to_num(7.0))
 
@@ -142,7 +142,7 @@ def test_a_cache_in_few_bits(kind):
     expected = truth(q[0], rows[0], 0, turned, f)
     cache = kv.zeros(kind, (1, 1, S, 40), torch.float32, torch.device("cpu"))
     y = latent.prompt(q[:, :20], rows[:, :20], cache, 0, *turned, f)[0]
-    y = torch.cat((y, *[latent.step(q[:, t], rows[:, t], cache, torch.tensor([t]), *turned, f) for t in range(20, 30)]))
+    y = torch.cat((y, *[latent.step(q[:, t], rows[:, t], cache, Places(torch.tensor([t]), *turned), f) for t in range(20, 30)]))
     assert 1e-3 < error(y, expected) < (0.08 if kind == "fp8" else 0.4)
 
 
@@ -155,9 +155,9 @@ def test_rounded_once():
     assert torch.equal(cache, wide.bfloat16())
     assert y.dtype == torch.bfloat16
     at = torch.tensor([30])
-    one = latent.step(q[:, 0], rows[:, 0], cache, at, *turned, f)
+    one = latent.step(q[:, 0], rows[:, 0], cache, Places(at, *turned), f)
     held = cache.float()
-    assert error(one, latent.step(q[:, 0].float(), rows[:, 0].float(), held, at, *turned, f)) < 4e-3
+    assert error(one, latent.step(q[:, 0].float(), rows[:, 0].float(), held, Places(at, *turned), f)) < 4e-3
 
 
 def redrawn(module):
@@ -200,7 +200,7 @@ def test_attention_is_that_of_transformers(family, interleave, q_rank):
     rows, turned, forms = m.kv_a_proj_with_mqa(x), (a.cos(), a.sin()), ops("cpu").latent
     cache = torch.full((1, 1, S, 32), float("nan"))
     y = forms.prompt(q[:, :15], rows[:, :15], cache, 0, *turned, f)[0]
-    y = torch.cat((y, *[forms.step(q[:, t], rows[:, t], cache, torch.tensor([t]), *turned, f) for t in range(15, T)]))
+    y = torch.cat((y, *[forms.step(q[:, t], rows[:, t], cache, Places(torch.tensor([t]), *turned), f) for t in range(15, T)]))
     assert error(m.o_proj(y), expected) < 1e-6
 
 

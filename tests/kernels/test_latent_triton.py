@@ -13,7 +13,7 @@ from latents import DEVICE, DTYPES, FACTS, SHAPES, facts, randn
 
 from emulation import error
 from lowq_kernels.decode import kv, latent, latent_triton
-from lowq_kernels.decode.latent import LatentCall
+from lowq_kernels.decode.latent import LatentCall, Places
 from lowq_kernels.dispatch.registry import refusals, select
 
 S, POSITIONS = 160, [0, 31, 97, 32, 150]
@@ -54,12 +54,12 @@ def test_step(shape, name, block, dtype):
         cache[b, :, p:] = float("nan")
     q, x = randn(B, f.heads * (f.nope + f.rotated), dtype=dtype), randn(B, f.rank + f.rotated, dtype=dtype)
     theirs = cache.nan_to_num()
-    expected = latent.step_fixed(q, x, theirs, pos, *tables, f)
+    expected = latent.step_fixed(q, x, theirs, Places(pos, *tables), f)
     ours, table = (cache.clone(), None) if not block else paged(cache, block)
     before = ours.clone()
     # the interpreter runs one program after the other; both forms of the last kernel
     cut = {"SPLITS": 8 if block == 16 else 4} if DEVICE == "cpu" or block else None
-    y = latent_triton.step(q, x, ours, pos, *tables, f, table, config=cut)
+    y = latent_triton.step(q, x, ours, Places(pos, *tables, table), f, config=cut)
     assert y.dtype == dtype
     for b in range(B):
         assert error(y[b], expected[b]) < DTYPES[dtype]
@@ -75,8 +75,8 @@ def test_however_it_is_split(splits):
     tables, pos = [randn(S, 2, dtype=torch.float16) for _ in range(2)], torch.tensor([150], dtype=torch.int32, device=DEVICE)
     cache = randn(1, 1, S, 11, dtype=torch.float16)
     q, x = randn(1, 21, dtype=torch.float16), randn(1, 11, dtype=torch.float16)
-    expected = latent.step_fixed(q, x, cache.clone(), pos, *tables, f)
-    assert error(latent_triton.step(q, x, cache, pos, *tables, f, config={"SPLITS": splits}), expected) < 2e-3
+    expected = latent.step_fixed(q, x, cache.clone(), Places(pos, *tables), f)
+    assert error(latent_triton.step(q, x, cache, Places(pos, *tables), f, config={"SPLITS": splits}), expected) < 2e-3
 
 
 @pytest.mark.parametrize("splits", [1, 2, 16])
@@ -92,8 +92,8 @@ def test_tiles_of_many_sequences(monkeypatch, tiles, splits):
     for b, p in enumerate(pos.tolist()):
         cache[b, :, p:] = float("nan")
     q, x = randn(B, 21, dtype=torch.float16), randn(B, 11, dtype=torch.float16)
-    expected = latent.step_fixed(q, x, cache.nan_to_num(), pos, *tables, f)
-    y = latent_triton.step(q, x, cache, pos, *tables, f, config={"SPLITS": splits})
+    expected = latent.step_fixed(q, x, cache.nan_to_num(), Places(pos, *tables), f)
+    y = latent_triton.step(q, x, cache, Places(pos, *tables), f, config={"SPLITS": splits})
     for b in range(B):
         assert error(y[b], expected[b]) < 2e-3
 

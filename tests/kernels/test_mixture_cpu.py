@@ -12,7 +12,7 @@ import torch
 from cpu_sets import TOLERANCE, isa, pytestmark
 from emulation import error, weight
 from lowq_kernels.decode import activation, latent, latent_cpu, mixture_cpu, ops, router
-from lowq_kernels.decode.latent import Latent
+from lowq_kernels.decode.latent import Latent, Places
 from lowq_kernels.decode.norms import Norm
 from lowq_kernels.decode.prepare import PositionScale
 from lowq_kernels.decode.router import RouterFacts
@@ -207,8 +207,8 @@ def test_steps_of_latent_attention(isa, ran, dtype, shape):
         for t in range(n):  # the second row is behind the first
             pair, pos = torch.tensor([t, max(0, t - 3)]), torch.tensor([t, max(0, t - 3)], dtype=torch.int32)
             operands = q[pair].contiguous(), rows[pair].contiguous()
-            got.append(latent_cpu.step(*operands, cache, pos, *turned, f)[0])
-            paged.append(latent_cpu.step(*operands, pool, pos, *turned, f, table))
+            got.append(latent_cpu.step(*operands, cache, Places(pos, *turned), f)[0])
+            paged.append(latent_cpu.step(*operands, pool, Places(pos, *turned, table), f))
         tolerance = {torch.bfloat16: 1.2e-2, torch.float16: 2e-3, torch.float32: 2e-6}[dtype]
         assert error(torch.stack(got), wanted) < tolerance
         assert error(torch.stack(paged)[:, 0], wanted) < tolerance
@@ -217,7 +217,7 @@ def test_steps_of_latent_attention(isa, ran, dtype, shape):
         assert error(torch.stack(got), torch.stack(got).roll(1, 0)) > 0.1
         drafts = torch.full((1, 1, 96, width), float("nan"), dtype=dtype)
         at, same = torch.arange(5, dtype=torch.int32), torch.zeros(5, 1, dtype=torch.int32)
-        together = latent_cpu.step(q[:5], rows[:5], drafts, at, *turned, f, same)  # rows of one text
+        together = latent_cpu.step(q[:5], rows[:5], drafts, Places(at, *turned, same), f)  # rows of one text
         assert torch.equal(together, torch.stack(got[:5]))
     assert {*ran()} == ({"latent"} if width % 16 == 0 else set())
 
