@@ -40,7 +40,7 @@ from lowq_kernels.cuda import nvrtc
 from lowq_kernels.decode import attend_cuda, attend_triton, kv, kv_triton, prompt, prompt8_cuda, prompt_cuda, reference
 from lowq_kernels.decode.attend import AttendCall, attend
 from lowq_kernels.decode.kv import Cache, Coded, empty
-from lowq_kernels.decode.reference import Heads
+from lowq_kernels.decode.reference import Heads, Places
 from lowq_kernels.dispatch.precompile import launch_all
 from lowq_kernels.dispatch.registry import select
 from lowq_kernels.dispatch.timing import graph_time, roofline
@@ -110,7 +110,7 @@ def steps(read_gbs: float) -> Iterator[dict[str, float | int]]:
         qkv = torch.randn(B, (HEADS.HQ + 2 * HEADS.HKV) * HEADS.D, device=DEVICE, dtype=DTYPE)
         for place in places:
             pos = torch.full((B,), place, dtype=torch.int32, device=DEVICE)
-            calls = [(qkv, *pair, pos, *turned, HEADS) for pair in held]
+            calls = [(qkv, *pair, Places(pos, *turned), HEADS) for pair in held]
             own = error(attend_cuda.attend(*copied(calls[0])), reference.attend(*copied(calls[0])))
             row = {"B": B, "S": S, "tokens": place, "error": own, "us": times(attend_cuda.attend, calls)}
             row["triton_us"] = times(attend_triton.attend, calls)
@@ -134,15 +134,15 @@ def paged(read_gbs: float) -> Iterator[dict[str, float | int | str]]:
             table[:, : (blocks - 1) // B] = (torch.randperm(blocks - 1, device=DEVICE) + 1).reshape(B, -1)
             pools = [torch.randn(blocks, HEADS.HKV, PAGE, HEADS.D, device=DEVICE, dtype=DTYPE) for _ in range(2)]
             whole = [p[table[:, : (blocks - 1) // B].long()].transpose(1, 2).flatten(2, 3).contiguous() for p in pools]
-            own.append((qkv, *whole, pos, *turned, HEADS))
-            pooled.append((qkv, *pools, pos, *turned, HEADS, table, pos.argsort(descending=True).to(torch.int32)))
+            own.append((qkv, *whole, Places(pos, *turned), HEADS))
+            pooled.append((qkv, *pools, Places(pos, *turned, table, pos.argsort(descending=True).to(torch.int32)), HEADS))
         y, truth = attend(*pooled[0]), reference.attend(*own[0])
         row: dict[str, float | int | str] = {"B": B, "S": S, "lengths": str(lengths), "error": error(y, truth)}
         row["equal_again"] = int(torch.equal(y, attend(*pooled[0])))
         row["kernel"] = select(AttendCall.of(qkv, S, HEADS.D, HEADS, PAGE))[0].name
         row["own_us"], row["paged_us"] = times(attend, own), times(attend, pooled)
         if len(lengths) > 1:
-            row["as_they_came_us"] = times(attend, [call[:-1] for call in pooled])
+            row["as_they_came_us"] = times(attend, [(*held, at._replace(order=None), h) for *held, at, h in pooled])
         row["cuda_us"], row["triton_us"] = times(attend_cuda.attend, pooled), times(attend_triton.attend, pooled)
         row["read_us"] = round(sum(p + 1 for p in places) * HEADS.HKV * HEADS.D * 4 / read_gbs / 1e3, 2)
         yield row
@@ -172,7 +172,7 @@ def kv_case(kind: str, B: int, tokens: int, page: int, copies: int) -> list[tupl
         if page:
             shape, table = (B * each + 1, HEADS.HKV, page, HEADS.D), torch.zeros(B, S // page, dtype=torch.int32, device=DEVICE)
             table[:, :each] = (torch.randperm(B * each, device=DEVICE) + 1).reshape(B, each)
-        calls.append((qkv, codes(kind, *shape), codes(kind, *shape), pos, *tables(S), HEADS, table))
+        calls.append((qkv, codes(kind, *shape), codes(kind, *shape), Places(pos, *tables(S), table), HEADS))
     return calls
 
 
@@ -197,8 +197,8 @@ def few_bits(read_gbs: float, batches: Sequence[int]) -> Iterator[dict[str, floa
                 row["triton_us"] = times(attend_triton.attend, calls)
             if kind != kv.PLAIN:
                 q = torch.empty(B, HEADS.HQ * HEADS.D, dtype=DTYPE, device=DEVICE)
-                placing = [(*c[:3], *c[4:6], HEADS, q) for c in calls]
-                row["place_triton_us"] = times(partial(kv_triton.place, pos=first[3], table=first[7]), placing)
+                placing = [(*held, at.cos, at.sin, HEADS, q) for *held, at, _ in calls]
+                row["place_triton_us"] = times(partial(kv_triton.place, pos=first[3].pos, table=first[3].table), placing)
             row["read_us"] = round(nbytes / read_gbs / 1e3, 2)
             yield row
             del calls, first

@@ -8,7 +8,7 @@ import torch
 from lowq_kernels.decode import reference
 from lowq_kernels.decode.kv import PLAIN, Cache, kind_of
 from lowq_kernels.decode.prompt_call import PromptCall
-from lowq_kernels.decode.reference import Heads
+from lowq_kernels.decode.reference import Heads, Places
 from lowq_kernels.dispatch.registry import LAST_RESORT, Op, capability, register, select
 
 LONG = 4096  # slots: for caches at least this long cuda/attend fills the GPU with blocks; clusters of 8 leave half the SMs idle
@@ -19,8 +19,8 @@ class AttendCall:
     """One token of each of M sequences, over caches of S slots. R: rotated dims of a head; HQ, HKV, D as in `Heads`.
 
     block: slots of a block of a paged cache, 0 where each sequence has its own contiguous cache. kv: its encoding (`kv.KINDS`).
-    Its kernels are launch(qkv, k_cache, v_cache, pos, cos, sin, heads, table, order, config) -> y, as `reference.attend`; qkv,
-    caches, table and order contiguous, pos (M,) int32, cos and sin (S, R). beyond: see `Heads.beyond`.
+    Its kernels are launch(qkv, k_cache, v_cache, places, heads, config) -> y, as `reference.attend`; qkv, caches, table and
+    order contiguous, positions int32. beyond: see `Heads.beyond`.
     layout: of qkv, see `attend_prepared`; only cuda/attend takes one.
     """
 
@@ -53,29 +53,19 @@ def usual(call: AttendCall | PromptCall) -> str | None:
     return f"takes no attention with {', '.join(call.beyond)}" if call.beyond else None
 
 
-def attend(
-    qkv: torch.Tensor,
-    k_cache: Cache,
-    v_cache: Cache,
-    pos: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    h: Heads,
-    table: torch.Tensor | None = None,
-    order: torch.Tensor | None = None,
-) -> torch.Tensor:
+def attend(qkv: torch.Tensor, k_cache: Cache, v_cache: Cache, at: Places, h: Heads) -> torch.Tensor:
     """As `reference.attend`, by the kernel that dispatch chooses."""
     S, block = k_cache.shape[2], 0
-    if table is not None:
-        S, block = table.shape[1] * S, S
-    spec, config = select(AttendCall.of(qkv, S, cos.shape[1], h, block, kind_of(k_cache)))
-    return spec.launch(qkv, k_cache, v_cache, pos, cos, sin, h, table, order, config)
+    if at.table is not None:
+        S, block = at.table.shape[1] * S, S
+    spec, config = select(AttendCall.of(qkv, S, at.cos.shape[1], h, block, kind_of(k_cache)))
+    return spec.launch(qkv, k_cache, v_cache, at, h, config)
 
 
 @dataclass(frozen=True)
 class RowsCall(AttendCall):
-    """M rows of one sequence over a cache with a block table. Its kernels are launch(qkv, k_cache, v_cache, pos, cos, sin,
-    heads, table, groups, config) -> y, as `reference.attend_rows`."""
+    """M rows of one sequence over a cache with a block table. Its kernels are launch(qkv, k_cache, v_cache, places,
+    heads, groups, config) -> y, as `reference.attend_rows`."""
 
     op: ClassVar[Op] = "attend_rows"
 

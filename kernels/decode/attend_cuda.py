@@ -26,7 +26,7 @@ from lowq_kernels.decode.attend import LONG, AttendCall, usual
 from lowq_kernels.decode.attend_triton import LOG2E
 from lowq_kernels.decode.kv import PLAIN, SHORTER, Cache, Coded, kind_of, slot_bytes
 from lowq_kernels.decode.kv_triton import NUMBERS, numbers
-from lowq_kernels.decode.reference import MOST_DRAFTS, SHARED, Groups, Heads
+from lowq_kernels.decode.reference import MOST_DRAFTS, SHARED, Groups, Heads, Places
 from lowq_kernels.dispatch.registry import Config, register
 
 PARAMETERS = (*(ctypes.c_void_p,) * 16, *(ctypes.c_int32,) * 4, *(ctypes.c_float,) * 3)
@@ -189,19 +189,15 @@ def attend(
     qkv: torch.Tensor,
     k_cache: Cache,
     v_cache: Cache,
-    pos: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    at: Places,
     h: Heads,
-    table: torch.Tensor | None = None,
-    order: torch.Tensor | None = None,
     config: Config | None = None,
     layout: int = 0,
     rows: int = 0,
-) -> torch.Tensor:
-    """As `reference.attend`; qkv, caches and table contiguous, pos (B,) int32, cos and sin (S, R). layout, rows: as of
+) -> torch.Tensor:  # fmt: skip
+    """As `reference.attend`; qkv, caches and table contiguous, positions int32. layout, rows: as of
     `expression`."""
-    kv = kind_of(k_cache)
+    (pos, cos, sin, table, order), kv = at, kind_of(k_cache)
     M, S, page, width = qkv.shape[0], k_cache.shape[2], 0, 0
     if table is not None and not (rows and table.shape[1] == 1):
         S, page, width = table.shape[1] * S, S, table.shape[1]
@@ -271,15 +267,12 @@ def attend_rows(
     qkv: torch.Tensor,
     k_cache: Cache,
     v_cache: Cache,
-    pos: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    at: Places,
     h: Heads,
-    table: torch.Tensor,
     groups: Groups,
     config: Config | None = None,
     layout: int = 0,
-) -> torch.Tensor:
+) -> torch.Tensor:  # fmt: skip
     """As `reference.attend_rows`, where all rows are of one sequence. layout: as of `expression`."""
     rows = rows_of_block(qkv.shape[0], h.HQ // h.HKV)
-    return attend(qkv, k_cache, v_cache, pos, cos, sin, h, table, layout=layout, rows=rows)
+    return attend(qkv, k_cache, v_cache, at._replace(order=None), h, layout=layout, rows=rows)

@@ -9,7 +9,7 @@ from lowq_kernels.decode.attend import AttendCall, RowsCall
 from lowq_kernels.decode.kv import Cache, kind_of
 from lowq_kernels.decode.norms import Norm
 from lowq_kernels.decode.prepare import Prepared
-from lowq_kernels.decode.reference import Groups, Heads
+from lowq_kernels.decode.reference import Groups, Heads, Places
 from lowq_kernels.dispatch.registry import find, select
 
 
@@ -41,34 +41,23 @@ def fused(p: Prepared, h: Heads) -> tuple[Heads, int] | None:
 
 
 def attend(
-    qkv: torch.Tensor,
-    p: Prepared,
-    k_cache: Cache,
-    v_cache: Cache,
-    pos: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    h: Heads,
-    table: torch.Tensor | None = None,
-    order: torch.Tensor | None = None,
-    groups: Groups | None = None,
+    qkv: torch.Tensor, p: Prepared, k_cache: Cache, v_cache: Cache, at: Places, h: Heads, groups: Groups | None = None
 ) -> torch.Tensor | None:
     """As `prepare` of rows qkv, then `reference.attend` (with groups `attend_rows`), then `opened` by the gate if there is one;
     None where no kernel takes all of it."""
     if (made := fused(p, h)) is None:
         return None
-    heads, layout = made
+    (heads, layout), table = made, at.table
     S, block = k_cache.shape[2], 0
     if table is not None:
         S, block = table.shape[1] * S, S
     if groups is not None:
-        facts = qkv, S, cos.shape[1], heads, block if table is not None and table.shape[1] > 1 else 0, kind_of(k_cache)
+        facts = qkv, S, at.cos.shape[1], heads, block if table is not None and table.shape[1] > 1 else 0, kind_of(k_cache)
         of_one = groups[0].shape[0] == 1 and table is not None and h.D > 128
         if not of_one or find(replace(RowsCall.of(*facts), layout=layout)) is None:
             return None
-        assert table is not None
-        return attend_cuda.attend_rows(qkv, k_cache, v_cache, pos, cos, sin, heads, table, groups, layout=layout)
-    call = replace(AttendCall.of(qkv, S, cos.shape[1], heads, block, kind_of(k_cache)), layout=layout)
+        return attend_cuda.attend_rows(qkv, k_cache, v_cache, at, heads, groups, layout=layout)
+    call = replace(AttendCall.of(qkv, S, at.cos.shape[1], heads, block, kind_of(k_cache)), layout=layout)
     if h.D <= 128 or select(call)[0].name != "cuda/attend":
         return None
-    return attend_cuda.attend(qkv, k_cache, v_cache, pos, cos, sin, heads, table, order, layout=layout)
+    return attend_cuda.attend(qkv, k_cache, v_cache, at, heads, layout=layout)

@@ -25,7 +25,7 @@ from lowq_kernels.decode import prompt
 from lowq_kernels.decode.attend_triton import LOG2E, _in_pages, capped, cut, score_factor
 from lowq_kernels.decode.kv import PLAIN, Cache, kind_of
 from lowq_kernels.decode.kv_triton import padded
-from lowq_kernels.decode.reference import Groups, Heads, Packed
+from lowq_kernels.decode.reference import Groups, Heads, Packed, Places
 from lowq_kernels.dispatch.registry import find
 
 LEAST = 128  # min. slots per program
@@ -113,30 +113,22 @@ def _numbers(M: int, device: torch.device) -> torch.Tensor:
 
 
 def attend_rows(
-    qkv: torch.Tensor,
-    k_cache: Cache,
-    v_cache: Cache,
-    pos: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    h: Heads,
-    table: torch.Tensor,
-    order: torch.Tensor | None = None,
-    groups: Groups | None = None,
+    qkv: torch.Tensor, k_cache: Cache, v_cache: Cache, at: Places, h: Heads, groups: Groups | None = None
 ) -> torch.Tensor:
     """As `reference.attend_rows`."""
-    M = qkv.shape[0]
+    (pos, cos, sin, table, _), M = at, qkv.shape[0]
+    assert table is not None
     rows = _numbers(M, qkv.device)
     if kind_of(k_cache) != PLAIN:
         packed = Packed(table, rows, pos, torch.stack((rows, rows + 1), 1))
         return prompt.attend_packed(qkv, k_cache, v_cache, packed, cos, sin, h)
     if not h.writes:
-        return steps.attend(qkv, k_cache, v_cache, pos, cos, sin, h, table, order)
+        return steps.attend(qkv, k_cache, v_cache, at, h)
     if groups is not None and groups[0].shape[0] == 1 and qkv.is_cuda:
         width, slots = table.shape[1], k_cache.shape[2]
         call = steps.RowsCall.of(qkv, width * slots, cos.shape[1], h, slots if width > 1 else 0)
         if (choice := find(call)) is not None:
-            return choice[0].launch(qkv, k_cache, v_cache, pos, cos, sin, h, table, groups, choice[1])
+            return choice[0].launch(qkv, k_cache, v_cache, at, h, groups, choice[1])
     q = torch.empty(M, h.HQ * h.D, dtype=qkv.dtype, device=qkv.device)
     norms = (h.q_norm, h.q_norm if h.k_norm is None else h.k_norm)
     prompt._place_kernel[(M, triton.cdiv(h.HQ + 2 * h.HKV, prompt.HEADS_AT_ONCE))](
@@ -146,7 +138,7 @@ def attend_rows(
     )  # fmt: skip
     if groups is None or h.chunk:
         plain = replace(h, q_norm=None, k_norm=None, writes=False)
-        return steps.attend(q, k_cache, v_cache, pos, cos[:, :0], sin[:, :0], plain, table, order)
+        return steps.attend(q, k_cache, v_cache, at._replace(cos=cos[:, :0], sin=sin[:, :0]), plain)
     return _attend(q, k_cache, v_cache, pos, h, table, groups)
 
 

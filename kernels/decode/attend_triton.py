@@ -30,7 +30,7 @@ from lowq_kernels.decode.kv import PLAIN, Cache, Coded, part_of
 from lowq_kernels.decode.kv_triton import UNIT, codes, dims, facts, held, numbers, padded, place, raw, scales
 from lowq_kernels.decode.launch import launch_next, pdl, wait
 from lowq_kernels.decode.prompt_call import PromptCall
-from lowq_kernels.decode.reference import Heads
+from lowq_kernels.decode.reference import Heads, Places
 from lowq_kernels.dispatch.registry import Config, register
 
 # dims of a head up to which -> slots of a tile, warps. Registers hold two tiles of keys and two of values: of heads of 256
@@ -308,19 +308,10 @@ def refuse(call: AttendCall | PromptCall) -> str | None:
     refuse=refuse,
 )
 def attend(
-    qkv: torch.Tensor,
-    k_cache: Cache,
-    v_cache: Cache,
-    pos: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    h: Heads,
-    table: torch.Tensor | None = None,
-    order: torch.Tensor | None = None,
-    config: Config | None = None,
+    qkv: torch.Tensor, k_cache: Cache, v_cache: Cache, at: Places, h: Heads, config: Config | None = None
 ) -> torch.Tensor:
-    """As `reference.attend`; qkv, caches and table contiguous, pos (B,) int32, cos and sin (S, R). config: as of `cut`."""
-    B, S, G = qkv.shape[0], k_cache.shape[2], h.HQ // h.HKV
+    """As `reference.attend`; qkv, caches and table contiguous, positions int32. config: as of `cut`."""
+    (pos, cos, sin, table, _), B, S, G = at, qkv.shape[0], k_cache.shape[2], h.HQ // h.HKV
     y = torch.empty(B, h.HQ * h.D, dtype=qkv.dtype, device=qkv.device)
     page, slots, config = 0, S, config or cut(B * h.HKV, table is not None)
     if table is not None:  # S: the table's width

@@ -10,7 +10,7 @@ import torch
 
 from lowq_kernels.decode import activation, reference
 from lowq_kernels.decode.kv import Cache, Coded
-from lowq_kernels.decode.reference import Heads
+from lowq_kernels.decode.reference import Heads, Places
 from lowq_kernels.products.cpu import native
 from lowq_kernels.products.cpu.native import ADD_NORM, ATTEND, DTYPES, GATED, struct
 
@@ -69,28 +69,18 @@ def activated(x: torch.Tensor, act: str, by: torch.Tensor | None = None) -> torc
     return y
 
 
-def attend(
-    qkv: torch.Tensor,
-    k_cache: Cache,
-    v_cache: Cache,
-    pos: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    h: Heads,
-    table: torch.Tensor | None = None,
-    order: torch.Tensor | None = None,
-) -> torch.Tensor:
+def attend(qkv: torch.Tensor, k_cache: Cache, v_cache: Cache, at: Places, h: Heads) -> torch.Tensor:
     """As `reference.attend`."""
-    norms, dtype = (h.q_norm, h.k_norm), qkv.dtype
+    (pos, cos, sin, table, _), norms, dtype = at, (h.q_norm, h.k_norm), qkv.dtype
     if isinstance(k_cache, Coded) or isinstance(v_cache, Coded) or h.beyond:
-        return reference.attend(qkv, k_cache, v_cache, pos, cos, sin, h, table)
+        return reference.attend(qkv, k_cache, v_cache, at, h)
     alike = all(t.dtype == dtype for t in (k_cache, v_cache, cos, sin)) and k_cache.stride() == v_cache.stride()
     closed = k_cache.stride()[2:] == (h.D, 1) and pos.dtype == torch.int32 and pos.is_contiguous()
     paged = table is None or (table.dtype == torch.int32 and table.stride(1) == 1)
     one = (norms[0] is None) == (norms[1] is None) and (norms[0] is None or norms[0].dtype == norms[1].dtype)  # type: ignore[union-attr]
     whole = h.D % LANES == 0 and cos.shape[1] <= h.D
     if not (alike and closed and paged and one and whole) or not native.takes(qkv, cos, sin, *norms):
-        return reference.attend(qkv, k_cache, v_cache, pos, cos, sin, h, table)
+        return reference.attend(qkv, k_cache, v_cache, at, h)
     B = qkv.shape[0]
     y = torch.empty(B, h.HQ * h.D, dtype=dtype)
     tensors = {"qkv": qkv, "k": k_cache, "v": v_cache, "cos": cos, "sin": sin, "pos": pos, "table": table}

@@ -9,7 +9,7 @@ Source: DeepSeek-V2 (arXiv:2405.04434).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 
@@ -17,7 +17,7 @@ from lowq_kernels.decode import norms, reference
 from lowq_kernels.decode.kv import PLAIN, Cache, kind_of, part
 from lowq_kernels.decode.norms import Norm
 from lowq_kernels.decode.prepare import Pairing, PositionScale, position_factors, rotate
-from lowq_kernels.decode.reference import Heads, Packed
+from lowq_kernels.decode.reference import Heads, Packed, Places
 from lowq_kernels.decode.runs import Runs
 from lowq_kernels.dispatch.registry import FLOATS, LAST_RESORT, Op, capability, register, select
 
@@ -43,17 +43,6 @@ class Latent:
     norm: Norm
     pairing: Pairing = "halves"
     position_scale: PositionScale | None = None
-
-
-class Places(NamedTuple):
-    """Where a step's tokens stand, one of each of B sequences. pos (B,): their positions. cos, sin (S, rotated). table, order:
-    as in `reference.attend`."""
-
-    pos: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
-    table: torch.Tensor | None = None
-    order: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ import torch
 from lowq_kernels.decode import latent as definition
 from lowq_kernels.decode.cpu import LANES
 from lowq_kernels.decode.kv import Cache, Coded
-from lowq_kernels.decode.latent import Latent, Places
+from lowq_kernels.decode.latent import Latent
+from lowq_kernels.decode.reference import Places
 from lowq_kernels.decode.rows_cpu import NORM, norm_fields, norms_fit
 from lowq_kernels.products.cpu import native
 from lowq_kernels.products.cpu.native import DTYPES, struct

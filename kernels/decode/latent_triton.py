@@ -24,9 +24,10 @@ import triton.language as tl
 from lowq_kernels.decode.attend_triton import LOG2E
 from lowq_kernels.decode.kv import PLAIN
 from lowq_kernels.decode.kv_triton import padded
-from lowq_kernels.decode.latent import Latent, LatentCall, Places, by_definition
+from lowq_kernels.decode.latent import Latent, LatentCall, by_definition
 from lowq_kernels.decode.launch import launch_next, pdl, wait
 from lowq_kernels.decode.prepare_triton import normed, pairs, statistics
+from lowq_kernels.decode.reference import Places
 from lowq_kernels.dispatch.registry import FLOATS, Config, register
 
 ROWS = 16  # min. queries per matrix product: heads of a sequence, or sequences of a head

@@ -11,6 +11,7 @@ Rounding everything in fp32 from its 16-bit inputs, rounded once to the dtype of
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -141,35 +142,34 @@ def split_heads(
     return qk[..., : h.HQ, :], qk[..., h.HQ :, :], v
 
 
-def attend(
-    qkv: torch.Tensor,
-    k_cache: Cache,
-    v_cache: Cache,
-    pos: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    h: Heads,
-    table: torch.Tensor | None = None,
-    order: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """One token per sequence: write its k, v at slot pos[b], attend to slots 0 .. pos[b]. qkv (B, ...) -> (B, HQ * D).
+class Places(NamedTuple):
+    """Where a step's tokens stand, one of each of B sequences. pos (B,): their positions. cos, sin (S, R): of all positions.
 
     With a `table` the caches are paged; its first B rows belong to the sequences. order (B,) int32: the sequences, longest
-    first, a hint that makes some kernels faster; y does not depend on it.
+    first, a hint that makes some kernels faster; no result depends on it.
     """
-    B = qkv.shape[0]
-    at = pos.long()
-    q, k, v = split_heads(qkv, cos[at], sin[at], h)
+
+    pos: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    table: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+
+
+def attend(qkv: torch.Tensor, k_cache: Cache, v_cache: Cache, at: Places, h: Heads) -> torch.Tensor:
+    """One token per sequence: write its k, v at slot pos[b], attend to slots 0 .. pos[b]. qkv (B, ...) -> (B, HQ * D)."""
+    (pos, cos, sin, table, _), B, slots = at, qkv.shape[0], at.pos.long()
+    q, k, v = split_heads(qkv, cos[slots], sin[slots], h)
     if table is not None:
         if h.writes:
-            write((k_cache, v_cache), (k, v), table, torch.arange(B, device=pos.device), at)
-        one = ((row, place, q[row, :, None]) for row, place in enumerate(at.tolist()))
+            write((k_cache, v_cache), (k, v), table, torch.arange(B, device=pos.device), slots)
+        one = ((row, place, q[row, :, None]) for row, place in enumerate(slots.tolist()))
         return torch.cat([_causal(*each, k_cache, v_cache, table, h) for each in one])
-    places = at.tolist()
+    places = slots.tolist()
     for b, p in enumerate(places if h.writes else ()):
         k_cache[b, :, p], v_cache[b, :, p] = k[b], v[b]
     n = max(places) + 1
-    mask = h.visible(torch.arange(n, device=pos.device), at[:, None])
+    mask = h.visible(torch.arange(n, device=pos.device), slots[:, None])
     q = q.reshape(B, h.HKV, h.HQ // h.HKV, h.D)  # the queries of one key head side by side: one product for all of them
     plain = min(places) == n - 1 and not h.first(n - 1)
     bias = None if plain else mask[:, None, None]
@@ -178,28 +178,18 @@ def attend(
     return y.reshape(B, h.HQ * h.D).to(qkv.dtype)
 
 
-def attend_fixed(
-    qkv: torch.Tensor,
-    k_cache: Cache,
-    v_cache: Cache,
-    pos: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    h: Heads,
-    table: torch.Tensor | None = None,
-    order: torch.Tensor | None = None,
-) -> torch.Tensor:
+def attend_fixed(qkv: torch.Tensor, k_cache: Cache, v_cache: Cache, at: Places, h: Heads) -> torch.Tensor:
     """As `attend`, by operations whose shapes do not depend on `pos`, so that a CUDA graph can capture them: it reads all slots
     of a cache or of a table's width, and of a window all its slots. The content of slots that no token sees has no effect."""
-    B, at = qkv.shape[0], pos.long()
-    q, k, v = split_heads(qkv, cos[at], sin[at], h)
+    (pos, cos, sin, table, _), B, slots = at, qkv.shape[0], at.pos.long()
+    q, k, v = split_heads(qkv, cos[slots], sin[slots], h)
     rows = torch.arange(B, device=pos.device)
     if h.writes and table is None:
-        k_cache[rows, :, at], v_cache[rows, :, at] = k, v
+        k_cache[rows, :, slots], v_cache[rows, :, slots] = k, v
     elif h.writes and table is not None:
-        write((k_cache, v_cache), (k, v), table, rows, at)
-    (k_all, v_all), positions = gathered((k_cache, v_cache), at, h, table)
-    mask = h.visible(positions, at[:, None])
+        write((k_cache, v_cache), (k, v), table, rows, slots)
+    (k_all, v_all), positions = gathered((k_cache, v_cache), slots, h, table)
+    mask = h.visible(positions, slots[:, None])
     k_all, v_all = (torch.where(mask[:, None, :, None], t, 0) for t in (k_all, v_all))
     q = q.reshape(B, h.HKV, h.HQ // h.HKV, h.D).to(k_all.dtype)
     y = softmax_product(q, k_all, v_all, mask[:, None, None], h)
@@ -436,20 +426,11 @@ Groups = tuple[torch.Tensor, torch.Tensor, int]
 
 
 def attend_rows(
-    qkv: torch.Tensor,
-    k_cache: Cache,
-    v_cache: Cache,
-    pos: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    h: Heads,
-    table: torch.Tensor,
-    order: torch.Tensor | None = None,
-    groups: Groups | None = None,
+    qkv: torch.Tensor, k_cache: Cache, v_cache: Cache, at: Places, h: Heads, groups: Groups | None = None
 ) -> torch.Tensor:
     """As `attend` with a `table` in which several rows may name the same blocks: all rows write before any row reads. groups:
     the rows of each sequence, a hint that makes some kernels faster; y does not depend on it."""
-    return attend(qkv, k_cache, v_cache, pos, cos, sin, h, table, order)
+    return attend(qkv, k_cache, v_cache, at, h)
 
 
 MOST_DRAFTS = 15  # max. draft tokens per step and sequence: with the newest token 16 rows, the M of a tensor core's tile

@@ -15,9 +15,9 @@ import torch
 from lowq_cli.engine.rope import Tables
 from lowq_kernels.decode import Ops, recurrent
 from lowq_kernels.decode.kv import Cache, part
-from lowq_kernels.decode.latent import Latent, Places
+from lowq_kernels.decode.latent import Latent
 from lowq_kernels.decode.prepare import Prepared
-from lowq_kernels.decode.reference import Groups, Heads, Packed, attend_packed, attend_prompt
+from lowq_kernels.decode.reference import Groups, Heads, Packed, Places, attend_packed, attend_prompt
 from lowq_kernels.decode.runs import Run, Runs
 from lowq_packers.arch.parts import Images, Rope
 
@@ -241,7 +241,7 @@ class Batch:
         if b:
             rows, order = qkv[:b] if self.mixed else qkv, None if self.order is None else self.order[:b]
             attend = partial(self.ops.attend_rows, groups=self.groups) if self.drafted else self.ops.attend
-            parts.append(attend(rows, state.k, state.v, self.pos[:b], *tables, heads, state.table, order))
+            parts.append(attend(rows, state.k, state.v, Places(self.pos[:b], *tables, state.table, order), heads))
         if self.mixed:
             until = self.pictures.until if whole and self.pictures is not None else None
             parts.append(self._prompts(qkv[b:] if b else qkv, state, tables, heads, until))
@@ -256,7 +256,8 @@ class Batch:
         if together is None or kind is None or self.mixed or unknown or self.tables_of(kind) is not None:
             return None
         order, groups = None if self.order is None else self.order[: self.steps], self.groups if self.drafted else None
-        return together(qkv, p, state.k, state.v, self.pos[: self.steps], *self.angles[kind], heads, state.table, order, groups)
+        at = Places(self.pos[: self.steps], *self.angles[kind], state.table, order)
+        return together(qkv, p, state.k, state.v, at, heads, groups)
 
     def latent(self, q: torch.Tensor, x: torch.Tensor, state: KeyValues, tables: Tables, facts: Latent) -> torch.Tensor:
         """Latent attention of every row: q (M, heads (nope + rotated)), latents x (M, rank + rotated) -> (M, heads v_dim)."""

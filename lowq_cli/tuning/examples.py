@@ -84,12 +84,12 @@ def attend(shape: Shape, M: int, device: torch.device, kernel: KernelSpec | None
     h = reference.Heads(HQ, HQ // QUERIES, HEAD, HEAD**-0.5)
     qkv = torch.randn(M, (HQ + 2 * h.HKV) * HEAD, device=device).to(shape.dtype)
     pos, angles = torch.full((M,), S - 1, dtype=torch.int32, device=device), torch.rand(S, HEAD, device=device)
-    tables = angles.cos().to(shape.dtype), angles.sin().to(shape.dtype)
+    at = reference.Places(pos, angles.cos().to(shape.dtype), angles.sin().to(shape.dtype))
     moved = 2.0 * M * h.HKV * S * kv.slot_bytes(kind, HEAD, shape.dtype)
     first = torch.randn(2, M, h.HKV, S, HEAD, device=device).to(shape.dtype)
     caches = [first, *(first.clone() for _ in range(rotation(int(moved), device) - 1))]
-    dense: list[Callable[[], object]] = [partial(reference.attend, qkv, k, v, pos, *tables, h) for k, v in caches]
-    operands = [(qkv, *(kv.holding(kind, x) for x in c), pos, *tables, h) for c in caches]
+    dense: list[Callable[[], object]] = [partial(reference.attend, qkv, k, v, at, h) for k, v in caches]
+    operands = [(qkv, *(kv.holding(kind, x) for x in c), at, h) for c in caches]
     return Example(AttendCall.of(qkv, S, HEAD, h, kv=kind), operands, dense, moved, 4.0 * M * HQ * S * HEAD)
 
 

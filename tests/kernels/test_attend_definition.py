@@ -16,7 +16,7 @@ from lowq_kernels.decode import attend_triton, cpu, kv, prepare, prompt, referen
 from lowq_kernels.decode.attend import AttendCall
 from lowq_kernels.decode.attend import attend as dispatched
 from lowq_kernels.decode.prompt_call import PromptCall
-from lowq_kernels.decode.reference import Heads, Packed
+from lowq_kernels.decode.reference import Heads, Packed, Places
 from lowq_kernels.dispatch.registry import refusals, select
 
 S, BLOCK = 96, 16
@@ -111,23 +111,23 @@ def test_steps(name, shape):
     theirs = [c.clone() for c in caches]
     expected = truth(qkv, theirs, pos, tables, h)
     ours = [c.clone() for c in caches]
-    assert error(reference.attend_fixed(qkv, *ours, pos, *tables, h), expected) < 1e-6
+    assert error(reference.attend_fixed(qkv, *ours, Places(pos, *tables), h), expected) < 1e-6
     for mine, truly in zip(ours, theirs, strict=True):
         assert torch.allclose(mine, truly, atol=1e-6, equal_nan=True)  # k and v are written, and nothing else
     pools, table = paged(caches)
     before = [p.isnan().sum() for p in pools]
-    assert error(reference.attend_fixed(qkv, *pools, pos, *tables, h, table), expected) < 1e-6
+    assert error(reference.attend_fixed(qkv, *pools, Places(pos, *tables, table), h), expected) < 1e-6
     written = qkv.shape[0] * h.HKV * h.D if h.writes else 0
     assert [p.isnan().sum() for p in pools] == [n - written for n in before]
     for attend in (reference.attend, cpu.attend, dispatched):
         clean = [c.nan_to_num() for c in caches]
-        assert error(attend(qkv, *clean, pos, *tables, h), expected) < 1e-5
+        assert error(attend(qkv, *clean, Places(pos, *tables), h), expected) < 1e-5
         pools, table = paged(clean)
-        assert error(attend(qkv, *pools, pos, *tables, h, table), expected) < 1e-5
+        assert error(attend(qkv, *pools, Places(pos, *tables, table), h), expected) < 1e-5
     for fact, plain in {"softcap": 0.0, "chunk": 0, "window": 0, "sinks": None}.items():
         if getattr(h, fact) is not None and getattr(h, fact) != plain:
             less = reference.attend_fixed(
-                qkv, *[c.nan_to_num() for c in caches], pos, *tables, dataclasses.replace(h, **{fact: plain})
+                qkv, *[c.nan_to_num() for c in caches], Places(pos, *tables), dataclasses.replace(h, **{fact: plain})
             )
             assert error(less, expected) > 1e-3, fact
 
@@ -136,8 +136,8 @@ def test_steps(name, shape):
 def test_steps_over_caches_in_few_bits(kind):
     qkv, caches, pos, tables, h = case("softcap and a window", (4, 2, 16))
     coded = [[kv.holding(kind, c.nan_to_num()) for c in caches] for _ in range(2)]
-    y = reference.attend_fixed(qkv, *coded[0], pos, *tables, h)
-    assert error(y, reference.attend(qkv, *coded[1], pos, *tables, h)) < 1e-6
+    y = reference.attend_fixed(qkv, *coded[0], Places(pos, *tables), h)
+    assert error(y, reference.attend(qkv, *coded[1], Places(pos, *tables), h)) < 1e-6
     assert error(y, truth(qkv, [c.nan_to_num() for c in caches], pos, tables, h)) > 1e-3  # it is rounded
 
 
@@ -205,13 +205,13 @@ def test_kernels_turn_nothing_by_the_tables_of_no_rotation():
     caches, qkv = [torch.randn(2, 2, S, 16).half() for _ in range(2)], torch.randn(2, 8 * 16).half()
     pos = torch.tensor([9, 50], dtype=torch.int32)
     none, unrotated = [torch.empty(S, 0).half()] * 2, prepare.unrotated(S, 16, qkv)
-    expected = reference.attend(qkv, *[c.clone() for c in caches], pos, *none, h)
-    assert torch.equal(reference.attend(qkv, *[c.clone() for c in caches], pos, *unrotated, h), expected)
+    expected = reference.attend(qkv, *[c.clone() for c in caches], Places(pos, *none), h)
+    assert torch.equal(reference.attend(qkv, *[c.clone() for c in caches], Places(pos, *unrotated), h), expected)
     for tables in (none, unrotated):
         there = [t.to(DEVICE) for t in (qkv, *caches, pos, *tables)]  # a copy only where there is a GPU
-        y = attend_triton.attend(there[0], *[c.clone() for c in there[1:3]], *there[3:], h)
+        y = attend_triton.attend(there[0], *[c.clone() for c in there[1:3]], Places(*there[3:]), h)
         assert error(y.cpu(), expected) < 2e-3
-        assert error(cpu.attend(qkv, *[c.clone() for c in caches], pos, *tables, h), expected) < 2e-3
+        assert error(cpu.attend(qkv, *[c.clone() for c in caches], Places(pos, *tables), h), expected) < 2e-3
     run = torch.randn(1, 20, 8 * 16).half()
     expected = reference.attend_prompt(run, *[c[:1].clone() for c in caches], 30, *none, h)
     there = [t.to(DEVICE) for t in (run, *[c[:1].clone() for c in caches], *unrotated)]

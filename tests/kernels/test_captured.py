@@ -16,7 +16,7 @@ from lowq_kernels.decode import prepare as preparing
 from lowq_kernels.decode.norms import Addition, Norm
 from lowq_kernels.decode.prepare import PositionScale, Prepared
 from lowq_kernels.decode.recurrent import delta, mamba2, short_conv
-from lowq_kernels.decode.reference import Heads
+from lowq_kernels.decode.reference import Heads, Places
 from lowq_kernels.decode.router import RouterFacts, route_by
 
 GPU = torch.cuda.is_available()
@@ -90,7 +90,7 @@ def test_attention(facts, paged):
     held, turned = [randn(*shape), randn(*shape)], angles(64)
 
     def step(qkv, pos):
-        return reference.attend_fixed(qkv, *held, pos, *turned, h, where)
+        return reference.attend_fixed(qkv, *held, Places(pos, *turned, where), h)
 
     def draw():
         return randn(B, 12 * 64), positions()
@@ -99,7 +99,7 @@ def test_attention(facts, paged):
     if not GPU:
         return
     qkv, pos = draw()
-    eager = reference.attend(qkv, *[c.clone() for c in held], pos, *turned, h, where)
+    eager = reference.attend(qkv, *[c.clone() for c in held], Places(pos, *turned, where), h)
     assert error(step(qkv, pos).float(), eager.float()) < 1.2e-2
 
 
@@ -112,9 +112,7 @@ def test_latent_attention(paged):
     def draw():
         return randn(B, 8 * 48), randn(B, 80), positions()
 
-    replayed(
-        lambda q, rows, pos: latent.step_fixed(q, rows, held[0], latent.Places(pos, *turned, where), f), held, draw(), draw
-    )
+    replayed(lambda q, rows, pos: latent.step_fixed(q, rows, held[0], Places(pos, *turned, where), f), held, draw(), draw)
 
 
 def mixers():
@@ -176,6 +174,6 @@ def test_row_wise_operations_are_recorded():
 def test_operations_that_need_values_are_found():
     h, held, turned = Heads(8, 2, 64, 0.125), [randn(B, 2, S, 64), randn(B, 2, S, 64)], angles(64)
     with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
-        reference.attend(randn(B, 12 * 64), *held, positions(), *turned, h)
+        reference.attend(randn(B, 12 * 64), *held, Places(positions(), *turned), h)
     with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
         positions().nonzero()

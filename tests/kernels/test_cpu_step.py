@@ -11,7 +11,7 @@ from cpu_sets import pytestmark
 from emulation import weight
 from lowq_kernels.decode import cpu, reference, rows_cpu
 from lowq_kernels.decode.prepare import Prepared
-from lowq_kernels.decode.reference import Heads
+from lowq_kernels.decode.reference import Heads, Places
 from lowq_kernels.products.cpu import native, packed
 from lowq_kernels.products.cpu.repeated import Repeated
 from lowq_packers.layouts import pack
@@ -80,15 +80,15 @@ def test_attention_of_a_step(isa, threads, dtype, HQ, HKV, D, R, window, normed,
     caches = [draw(*shape, dtype=dtype, seed=i) for i in (5, 6)]
     table = torch.randperm(20, generator=torch.Generator().manual_seed(0))[:12].int().reshape(3, 4) if paged else None
     given = [[c.clone().transpose(0, 1) if paged else c.clone() for c in caches] for _ in range(3)]
-    ref = reference.attend(qkv, *given[0], pos, cos, sin, heads, table)
+    ref = reference.attend(qkv, *given[0], Places(pos, cos, sin, table), heads)
     with calls() as made:
-        y = cpu.attend(qkv, *given[1], pos, cos, sin, heads, table)
+        y = cpu.attend(qkv, *given[1], Places(pos, cos, sin, table), heads)
         assert [call.what for call, *_ in made] == [cpu.ATTEND]
     assert close(y, ref, dtype)
     assert close(given[1][0], given[0][0], dtype)
     assert torch.equal(given[1][1], given[0][1])
     threads(3)
-    assert torch.equal(cpu.attend(qkv, *given[2], pos, cos, sin, heads, table), y)
+    assert torch.equal(cpu.attend(qkv, *given[2], Places(pos, cos, sin, table), heads), y)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -105,12 +105,14 @@ def test_unsupported_calls_go_to_the_definition():
     heads, dtype = Heads(2, 2, 24, 1.0), torch.float32  # 24 is not a whole number of registers
     qkv, cache = draw(1, 6 * 24, dtype=dtype), [torch.zeros(1, 2, 4, 24) for _ in range(2)]
     turned = [draw(4, 24, dtype=dtype) for _ in range(2)]
-    y = cpu.attend(qkv, *cache, torch.zeros(1, dtype=torch.int32), *turned, heads)
+    y = cpu.attend(qkv, *cache, Places(torch.zeros(1, dtype=torch.int32), *turned), heads)
     assert torch.equal(y, qkv[:, 4 * 24 :])
     turned = [draw(4, 48, dtype=dtype) for _ in range(2)]  # wider than a head of 32: the library would write past its rows
     cache = [torch.zeros(1, 2, 4, 32) for _ in range(2)]
     with calls() as made, pytest.raises(RuntimeError):
-        cpu.attend(draw(1, 6 * 32, dtype=dtype), *cache, torch.zeros(1, dtype=torch.int32), *turned, Heads(2, 2, 32, 1.0))
+        cpu.attend(
+            draw(1, 6 * 32, dtype=dtype), *cache, Places(torch.zeros(1, dtype=torch.int32), *turned), Heads(2, 2, 32, 1.0)
+        )
     with pytest.raises(RuntimeError):
         rows_cpu.prepare(draw(1, 6 * 32, dtype=dtype), Prepared(2, 2, 32), torch.zeros(1, dtype=torch.int32), *turned)
     assert not made

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 
 from emulation import error
 from lowq_kernels.decode import attend_triton, elementwise, kv, kv_triton, prompt, reference, route_triton, sample
+from lowq_kernels.decode.reference import Places
 from lowq_kernels.decode.route import Routing
 from lowq_kernels.decode.router import RouterFacts, route_by
 
@@ -101,8 +102,8 @@ def test_attend(name):
     qkv, caches, pos, tables, h = attention_case(name)
     ours, theirs = [c.clone() for c in caches], [c.nan_to_num() for c in caches]
     for _ in range(2):  # twice: the counters that the first launch used must be left at zero
-        y = attend_triton.attend(qkv, *ours, pos, *tables, h, config=CUT)
-    expected = reference.attend(qkv, *theirs, pos, *tables, h)
+        y = attend_triton.attend(qkv, *ours, Places(pos, *tables), h, config=CUT)
+    expected = reference.attend(qkv, *theirs, Places(pos, *tables), h)
     assert error(y, expected) < TOLERANCE
     for b, p in enumerate(pos.tolist()):
         for cache, truth, before in zip(ours, theirs, caches, strict=True):
@@ -119,15 +120,15 @@ INTERPRETED_BF16 = pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpre
 )
 def test_attend_in_other_dtypes(dtype, tolerance):
     qkv, caches, pos, tables, h = attention_case("qwen3", dtype)
-    y = attend_triton.attend(qkv, *[c.clone() for c in caches], pos, *tables, h, config={"SPLITS": 2, "LEAST": 0})
-    assert error(y, reference.attend(qkv, *[c.nan_to_num() for c in caches], pos, *tables, h)) < tolerance
+    y = attend_triton.attend(qkv, *[c.clone() for c in caches], Places(pos, *tables), h, config={"SPLITS": 2, "LEAST": 0})
+    assert error(y, reference.attend(qkv, *[c.nan_to_num() for c in caches], Places(pos, *tables), h)) < tolerance
 
 
 @pytest.mark.parametrize("splits", [1, 32])
 def test_attend_is_the_same_however_it_is_split(splits):
     qkv, caches, pos, tables, h = attention_case("llama")
-    y = attend_triton.attend(qkv, *[c.clone() for c in caches], pos, *tables, h, config={"SPLITS": splits, "LEAST": 0})
-    assert error(y, reference.attend(qkv, *[c.nan_to_num() for c in caches], pos, *tables, h)) < TOLERANCE
+    y = attend_triton.attend(qkv, *[c.clone() for c in caches], Places(pos, *tables), h, config={"SPLITS": splits, "LEAST": 0})
+    assert error(y, reference.attend(qkv, *[c.nan_to_num() for c in caches], Places(pos, *tables), h)) < TOLERANCE
 
 
 def paginate(caches, page):
@@ -155,11 +156,11 @@ def test_attend_over_a_paged_cache(name, page):
     """By the kernel and by the reference, against the reference over caches of their own."""
     qkv, caches, pos, tables, h = attention_case(name)
     theirs = [c.nan_to_num() for c in caches]
-    expected = reference.attend(qkv, *theirs, pos, *tables, h)
+    expected = reference.attend(qkv, *theirs, Places(pos, *tables), h)
     for attend in (partial(attend_triton.attend, config=CUT), reference.attend):
         pools, table = paginate(caches, page)
         before = [p.clone() for p in pools]
-        y = attend(qkv, *pools, pos, *tables, h, table)
+        y = attend(qkv, *pools, Places(pos, *tables, table), h)
         assert error(y, expected) < TOLERANCE
         for pool, old, cache, truth in zip(pools, before, caches, theirs, strict=True):
             new = collected(pool, table)
@@ -178,10 +179,10 @@ def test_long_texts_over_a_paged_cache_are_cut_up_where_short_ones_are_not():
     caches, qkv = [randn(2, 1, 400, 16) for _ in range(2)], randn(2, 4 * 16)
     pos = torch.tensor([399, 60], dtype=torch.int32, device=DEVICE)
     tables = [torch.rand(400, 16).to(DEVICE, DTYPE) for _ in range(2)]
-    expected = reference.attend(qkv, *[c.clone() for c in caches], pos, *tables, h)
+    expected = reference.attend(qkv, *[c.clone() for c in caches], Places(pos, *tables), h)
     pools, table = paginate(caches, 16)
     cut = {"SPLITS": 4, "LEAST": 128}
-    assert error(attend_triton.attend(qkv, *pools, pos, *tables, h, table, config=cut), expected) < TOLERANCE
+    assert error(attend_triton.attend(qkv, *pools, Places(pos, *tables, table), h, config=cut), expected) < TOLERANCE
 
 
 PASSES = {
@@ -279,10 +280,10 @@ def test_queries_of_a_layer_that_attends_to_the_keys_of_another(name, kind):
     qkv, caches, pos, tables, h = attention_case(name)
     caches = [kv.holding(kind, c.nan_to_num()) for c in caches]
     alone, q = dataclasses.replace(h, writes=False, k_norm=None), qkv[:, : h.HQ * h.D].contiguous()
-    expected = attend_triton.attend(qkv, *caches, pos, *tables, h, config=CUT)
+    expected = attend_triton.attend(qkv, *caches, Places(pos, *tables), h, config=CUT)
     before = [kv_triton.numbers(c).clone() for c in caches]
-    assert error(attend_triton.attend(q, *caches, pos, *tables, alone, config=CUT), expected) < TOLERANCE
-    assert error(reference.attend(q, *caches, pos, *tables, alone), expected) < TOLERANCE
+    assert error(attend_triton.attend(q, *caches, Places(pos, *tables), alone, config=CUT), expected) < TOLERANCE
+    assert error(reference.attend(q, *caches, Places(pos, *tables), alone), expected) < TOLERANCE
     rows = torch.arange(len(pos), dtype=torch.int32, device=DEVICE)
     for page in (0, 16):
         if not page and kind == kv.PLAIN:
@@ -325,7 +326,7 @@ def test_attend_reference_is_attention_over_the_text_so_far():
     assert error(torch.cat(parts, 1), whole) < 1e-5
     for t in range(12):
         pos = torch.full((2,), t, dtype=torch.int32, device=DEVICE)
-        y = reference.attend(qkv[:, t], *caches, pos, cos, sin, h)
+        y = reference.attend(qkv[:, t], *caches, Places(pos, cos, sin), h)
         assert error(y, whole[:, t]) < 1e-5
 
 

@@ -24,6 +24,7 @@ from lowq_kernels.decode.attend import AttendCall
 from lowq_kernels.decode.kv_triton import NUMBERS
 from lowq_kernels.decode.mixture import ExpertsCall
 from lowq_kernels.decode.norms import Norm
+from lowq_kernels.decode.reference import Places
 from lowq_kernels.dispatch import registry
 from lowq_kernels.dispatch.registry import find, named, select
 from lowq_kernels.modules.stack import Shared
@@ -232,12 +233,12 @@ def attend(name, page=0, left=float("nan")):
             for pool, cache in zip(pools, ours, strict=True):
                 whole = torch.nn.functional.pad(cache, (0, 0, 0, width * page - S), value=left)
                 pool[table.flatten()] = whole.reshape(len(places), HKV, width, page, D).transpose(1, 2).flatten(0, 1)
-            y = attend_cuda.attend(qkv, *pools, pos, *tables, h, table, order)
+            y = attend_cuda.attend(qkv, *pools, Places(pos, *tables, table, order), h)
             ours = [pool[table.long()].transpose(1, 2).flatten(2, 3)[:, :, :S] for pool in pools]
         else:
-            y = attend_cuda.attend(qkv, *ours, pos, *tables, h, None, order)
+            y = attend_cuda.attend(qkv, *ours, Places(pos, *tables, None, order), h)
     with sdpa_kernel(SDPBackend.MATH):  # compute-sanitizer finds hazards in cuDNN's
-        wanted = reference.attend(qkv, *theirs, pos, *tables, h)
+        wanted = reference.attend(qkv, *theirs, Places(pos, *tables), h)
     return y, ours, wanted, theirs, caches, places
 
 
@@ -276,10 +277,10 @@ def in_one(name):
     heads = HQ * (2 if gated else 1) + (HKV * (1 if v_is_k else 2) if writes else 0)
     qkv = torch.randn(len(places), heads * D).to(dtype)
     made, layout = attend_prepared.fused(p, h)
-    y = attend_cuda.attend(qkv, *ours, pos, *tables, made, layout=layout)
+    y = attend_cuda.attend(qkv, *ours, Places(pos, *tables), made, layout=layout)
     rows, gate = prepare.prepare(qkv, p, pos, *tables)
     with sdpa_kernel(SDPBackend.MATH):
-        wanted = reference.attend(rows, *theirs, pos, *(t.to(pos.device) for t in prepare.unrotated(S, D, rows)), h)
+        wanted = reference.attend(rows, *theirs, Places(pos, *(t.to(pos.device) for t in prepare.unrotated(S, D, rows))), h)
     at = torch.arange(len(places))
     written = [torch.stack([c[at, :, pos.long()] for c in caches]) for caches in (ours, theirs)]
     return (y, wanted if gate is None else activation.opened(wanted, gate)), written
@@ -327,7 +328,7 @@ def drafted(name, left=float("nan")):
     qkv = torch.randn(M, ((2 if gated else 1) * HQ + 2 * HKV) * D).to(dtype)
     groups = torch.zeros(1, dtype=torch.int64), torch.full((1,), M), M
     with mock.patch.object(attend_cuda, "CLUSTER", cluster):
-        y = attend_cuda.attend_rows(qkv, *pools, pos, *tables, h, table, groups, layout=attend_cuda.GATED * gated)
+        y = attend_cuda.attend_rows(qkv, *pools, Places(pos, *tables, table), h, groups, layout=attend_cuda.GATED * gated)
     ours = [pool[table[0].long()].transpose(0, 1).reshape(1, HKV, S, D) for pool in pools]
     theirs, gate = [cache.nan_to_num() for cache in held], None
     if gated:
@@ -335,7 +336,7 @@ def drafted(name, left=float("nan")):
         qkv, gate = prepare.prepare(qkv, prepare.Prepared(HQ, HKV, D, gated=True, q_norm=q_norm, k_norm=k_norm), pos, *tables)
         h, tables = dataclasses.replace(h, q_norm=None, k_norm=None), prepare.unrotated(S, D, qkv)
     with sdpa_kernel(SDPBackend.MATH):
-        wanted = torch.cat([reference.attend(qkv[i : i + 1], *theirs, pos[i : i + 1], *tables, h) for i in range(M)])
+        wanted = torch.cat([reference.attend(qkv[i : i + 1], *theirs, Places(pos[i : i + 1], *tables), h) for i in range(M)])
     wanted = wanted if gate is None else activation.opened(wanted, gate)
     return y, ours, wanted, theirs, held, (first, first + M)
 
@@ -382,11 +383,11 @@ def coded(name):
             elif p % page < page - 1:
                 cache.codes[table[b, p // page], :, p % page :] = 0xFF
     before = [dataclasses.replace(c, codes=c.codes.clone(), scales=c.scales.clone()) for c in caches]
-    y = attend_cuda.attend(qkv, *caches, pos, *tables, h, table, pos.argsort(descending=True).to(torch.int32))
+    y = attend_cuda.attend(qkv, *caches, Places(pos, *tables, table, pos.argsort(descending=True).to(torch.int32)), h)
     new = reference.split_heads(qkv, *(t[pos.long()] for t in tables), h)[1:] if writes else caches
     rows = torch.arange(len(places)) if table is None else table[torch.arange(len(places)), pos.long() // page].long()
     at = pos.long() % (page or S)
-    truth = once(name, lambda: reference.attend(qkv, *theirs, pos, *tables, h, table))
+    truth = once(name, lambda: reference.attend(qkv, *theirs, Places(pos, *tables, table), h))
     return (y, truth), list(zip(caches, before, new, strict=True)), (rows, at)
 
 

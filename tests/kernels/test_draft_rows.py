@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 import emulation
 from lowq_kernels.decode import attend_rows, attend_triton, cpu, kv, reference, sample
-from lowq_kernels.decode.reference import MOST_DRAFTS, Heads
+from lowq_kernels.decode.reference import MOST_DRAFTS, Heads, Places
 from lowq_kernels.dispatch import registry
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -36,7 +36,7 @@ def rows_of(texts, dtype, device, D, HKV=2, HQ=4):
 
 def one_by_one(qkv, k, v, pos, table, cos, sin, h):
     """The same, a row after another: what steps without drafts do."""
-    y = [reference.attend(qkv[i : i + 1], k, v, pos[i : i + 1], cos, sin, h, table[i : i + 1]) for i in range(len(qkv))]
+    y = [reference.attend(qkv[i : i + 1], k, v, Places(pos[i : i + 1], cos, sin, table[i : i + 1]), h) for i in range(len(qkv))]
     return torch.cat(y)
 
 
@@ -79,7 +79,7 @@ def test_attention_of_rows_is_that_of_one_row_after_another(case, fact):
     first = torch.tensor([sum(counts[:i]) for i in range(len(counts) - 1)] + [0], device=DEVICE)
     for groups in (None, (first, torch.tensor(counts, device=DEVICE), 16)):
         caches = k.clone(), v.clone()
-        result = attend_rows.attend_rows(qkv, *caches, pos, cos, sin, h, table, groups=groups)
+        result = attend_rows.attend_rows(qkv, *caches, Places(pos, cos, sin, table), h, groups=groups)
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -92,10 +92,11 @@ def test_on_a_cpu_the_bits_are_those_of_one_row_after_another(case):
         h, cos = Heads(4, 2, 32, 0.3), torch.ones(6 * BLOCK, 32, dtype=torch.bfloat16)
         caches = k.clone(), v.clone()
         expected = [
-            cpu.attend(qkv[i : i + 1], *caches, pos[i : i + 1], cos, cos * 0.5, h, table[i : i + 1]) for i in range(len(qkv))
+            cpu.attend(qkv[i : i + 1], *caches, Places(pos[i : i + 1], cos, cos * 0.5, table[i : i + 1]), h)
+            for i in range(len(qkv))
         ]
         caches = k.clone(), v.clone()
-        assert torch.equal(cpu.attend(qkv, *caches, pos, cos, cos * 0.5, h, table), torch.cat(expected))
+        assert torch.equal(cpu.attend(qkv, *caches, Places(pos, cos, cos * 0.5, table), h), torch.cat(expected))
         torch.set_num_threads(before)
 
 
@@ -109,7 +110,7 @@ def test_over_a_cache_in_few_bits_rows_are_as_near_as_its_steps(kind):
         held = kv.zeros(kind, cache.shape, cache.dtype, DEVICE)
         held[:] = torch.nan_to_num(cache)
         coded.append(held)
-    result = attend_rows.attend_rows(qkv, *coded, pos, cos, cos * 0, h, table)
+    result = attend_rows.attend_rows(qkv, *coded, Places(pos, cos, cos * 0, table), h)
     expected = one_by_one(qkv, *coded, pos, table, cos, cos * 0, h)
     assert (result - expected).float().norm() < 1e-2 * expected.float().norm()
 

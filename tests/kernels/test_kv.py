@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lowq_kernels.decode import kv, reference
-from lowq_kernels.decode.reference import Heads, Packed
+from lowq_kernels.decode.reference import Heads, Packed, Places
 from lowq_packers.errors import UsageError
 
 CODED = kv.KINDS[1:]
@@ -104,7 +104,7 @@ def test_attention_is_over_the_cached_tokens_and_the_newest(kind, window):
     for t in range(T, S):
         at = torch.full((B,), t, dtype=torch.int32)
         for caches, paged in ((own, None), (pool, table)):
-            assert error(reference.attend(qkv[:, t], *caches, at, cos, sin, h, paged), whole[:, t]) < 1e-5
+            assert error(reference.attend(qkv[:, t], *caches, Places(at, cos, sin, paged), h), whole[:, t]) < 1e-5
 
 
 ATTENTION = {"llama": (8, 2, 32, 32, 0, False, [0, 40]), "phi3, windows, norms": (3, 1, 96, 72, 20, True, [41, 18])}
@@ -133,12 +133,12 @@ def attention_case(name, kind, page):
 def test_tritons_step_reads_and_writes_codes(name, kind, page):
     triton, cut = pytest.importorskip("lowq_kernels.decode.attend_triton"), {"SPLITS": 4 if page else 2, "LEAST": 0}
     qkv, ours, theirs, pos, tables, h, table = attention_case(name, kind, page)
-    expected = reference.attend(qkv, *theirs, pos, *tables, h, table)
-    assert error(triton.attend(qkv, *ours, pos, *tables, h, table, config=cut), expected) < 2e-3
+    expected = reference.attend(qkv, *theirs, Places(pos, *tables, table), h)
+    assert error(triton.attend(qkv, *ours, Places(pos, *tables, table), h, config=cut), expected) < 2e-3
     for a, b in zip(ours, theirs, strict=True):
         assert error(a[:], b[:]) < 1e-3  # sums of q/k norms may round one value otherwise
     ours[0].codes[:] ^= 0x11
-    assert not error(triton.attend(qkv, *ours, pos, *tables, h, table, config=cut), expected) < 2e-2
+    assert not error(triton.attend(qkv, *ours, Places(pos, *tables, table), h, config=cut), expected) < 2e-2
 
 
 @pytest.mark.half_of("name", "kind", "page")

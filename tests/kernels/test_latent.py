@@ -11,10 +11,10 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 
 from emulation import error
 from lowq_kernels.decode import kv, latent, ops
-from lowq_kernels.decode.latent import Latent, LatentCall, Places
+from lowq_kernels.decode.latent import Latent, LatentCall
 from lowq_kernels.decode.norms import Norm
 from lowq_kernels.decode.prepare import PositionScale
-from lowq_kernels.decode.reference import Packed
+from lowq_kernels.decode.reference import Packed, Places
 from lowq_kernels.dispatch.registry import select
 
 S, BLOCK, EPS = 96, 16, 1e-5

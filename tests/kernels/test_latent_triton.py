@@ -13,7 +13,8 @@ from latents import DEVICE, DTYPES, FACTS, SHAPES, facts, randn
 
 from emulation import error
 from lowq_kernels.decode import kv, latent, latent_triton
-from lowq_kernels.decode.latent import LatentCall, Places
+from lowq_kernels.decode.latent import LatentCall
+from lowq_kernels.decode.reference import Places
 from lowq_kernels.dispatch.registry import refusals, select
 
 S, POSITIONS = 160, [0, 31, 97, 32, 150]

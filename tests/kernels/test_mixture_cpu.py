@@ -12,9 +12,10 @@ import torch
 from cpu_sets import TOLERANCE, isa, pytestmark
 from emulation import error, weight
 from lowq_kernels.decode import activation, latent, latent_cpu, mixture_cpu, ops, router
-from lowq_kernels.decode.latent import Latent, Places
+from lowq_kernels.decode.latent import Latent
 from lowq_kernels.decode.norms import Norm
 from lowq_kernels.decode.prepare import PositionScale
+from lowq_kernels.decode.reference import Places
 from lowq_kernels.decode.router import RouterFacts
 from lowq_kernels.modules.stack import Stack
 from lowq_kernels.products.cpu import native
