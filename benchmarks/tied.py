@@ -92,7 +92,7 @@ def main() -> None:
                 {"shape": shape, "embedding": bits, "weights_gb": size / 1e9} | json.loads(done.stdout.splitlines()[-1])
             )
             print(rows[-1], flush=True)
-            facts = {"device": device, "date": datetime.now(UTC).isoformat(timespec="minutes"), "lowq": version("lowq")}
+            facts: Row = {"device": device, "date": datetime.now(UTC).isoformat(timespec="minutes"), "lowq": version("lowq")}
             facts |= {"torch": version("torch"), "prompt": PROMPT, "new": NEW, "cache_tokens": CACHE_TOKENS}
             out.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
 

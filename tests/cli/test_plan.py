@@ -65,7 +65,9 @@ def test_linear_weights_are_quantized_and_the_rest_kept_with_a_reason(plan_of):
 @pytest.mark.parametrize(("bits", "tied", "given", "head"), HEADS)
 def test_the_head_gets_8_bits_below_a_body_of_4_unless_it_is_the_embedding(plan_of, bits, tied, given, head):
     result = schemes(plan_of("llama-tied" if tied else "llama", bits=bits, group=32, **given))
-    zero = "none" if head == 8 and given.get("lm_head", "auto") == "auto" else "float"  # without zeros other engines' files hold it exactly
+    zero = (
+        "none" if head == 8 and given.get("lm_head", "auto") == "auto" else "float"
+    )  # without zeros other engines' files hold it exactly
     assert result.get("lm_head") == (head and Scheme(head, 32, zero))
 
 
