@@ -45,13 +45,15 @@ def ready(
             if ranks.world() > 1:
                 raise NotPlain("several processes share it")
             model: CausalModel = native_loader.read(source, chosen)
+            mapped = tuple(source.mapped_files.values())
         except NotPlain:
             from lowq_cli.hf.load import load_model
 
             model = load_model(source, chosen)
+            mapped = source.all_mapped() if chosen.type == "cpu" else ()
         if source.folder is not None:
             tuned_by(model, str(source.folder))
-            owned(model).folder, owned(model).mapped = str(source.folder), (*source.mapped_files.values(),)
+            owned(model).folder, owned(model).mapped = str(source.folder), mapped
         return model, tokenizer(source)
 
 

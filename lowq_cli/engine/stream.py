@@ -14,6 +14,7 @@ from lowq_cli.engine.detokenize import Detokenizer
 from lowq_cli.engine.sampling import Sampler, Sampling, check_finite
 from lowq_cli.engine.stopping import Stopper
 from lowq_cli.models import Tokenizer
+from lowq_packers.errors import DamagedError
 from lowq_packers.lazy import torch
 
 if TYPE_CHECKING:
@@ -138,6 +139,13 @@ class Generation:
 
     def pieces(self) -> Iterator[tuple[int, str]]:
         """(sequence, piece) of all sequences, as they are generated."""
+        try:
+            yield from self._checked_pieces()
+        except DamagedError:  # logits that are not finite: because of a file that was written over, if one was
+            self.check_files()
+            raise
+
+    def _checked_pieces(self) -> Iterator[tuple[int, str]]:
         for tokens in self.new_tokens():
             self.check_files()
             for i in sorted(self._open):

@@ -101,9 +101,6 @@ def evaluate(
         if progress:
             done = min(start + batch, cut.shape[0])
             progress(100 * done // cut.shape[0], f"perplexity so far {_exp(nll / (done * (cut.shape[1] - 1))):.2f}")
-    for m in (model, reference):
-        if m is not None:
-            owned(m).check_files()
     predicted = cut.shape[0] * (cut.shape[1] - 1)
     report = Report(_exp(nll / predicted), cut.numel(), predicted, cut.shape[1])
     if reference is None:
@@ -210,5 +207,6 @@ def _vocabulary(model: CausalModel) -> int:
 def _log_probabilities(model: CausalModel, part: torch.Tensor, device: torch.device, kv: str = PLAIN) -> torch.Tensor:
     """(predicted tokens, vocabulary) fp32 log-probabilities of the next token, on `device`."""
     logits = logits_of(model, part, kv)[:, :-1].flatten(0, 1)
+    owned(model).check_files()  # before the logits, which a file that was written over may have made infinite
     check_finite(logits)
     return torch.log_softmax(logits.to(device).float(), dim=-1)

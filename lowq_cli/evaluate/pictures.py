@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from lowq_cli.calibrate.texts import picture_pairs
+from lowq_cli.engine.model_record import owned
 from lowq_cli.evaluate.perplexity import Progress, Report
 from lowq_packers.errors import NotFoundError, UsageError
 
@@ -36,6 +37,8 @@ def measure_pictures(
     sums, tokens, predicted, longest = {"nll": 0.0, "base": 0.0, "kl": 0.0, "agree": 0.0}, 0, 0, 0
     for i, (file, text) in enumerate(examples):
         results = [_log_probabilities(one, tokenizer, file, text) for one, tokenizer in loaded]
+        for one, _ in loaded:
+            owned(one).check_files()
         (log_p, target), (log_ref, other) = results[0], results[-1]
         if not torch.equal(target, other) or log_p.shape != log_ref.shape:
             raise UsageError("the models' tokenizers split a text after a picture differently")

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from lowq_cli.engine.model_record import owned
 from lowq_cli.engine.prompts import context_limit
 from lowq_cli.evaluate.logits import device_of, logits_of, warm_reading
 from lowq_cli.evaluate.perplexity import logits_at_once
@@ -230,6 +231,7 @@ class Judge:
                     for row, logits in zip(part, logits_of(self.model, torch.tensor(part), self.kv), strict=True):
                         for i in rows[row]:
                             likelihoods[i] = _likelihood(logits, requests[i][1])
+                    owned(self.model).check_files()
                     done += len(part) * length
                     advance(done, f"{done} of {total} tokens")
         return likelihoods

@@ -8,6 +8,12 @@ from pathlib import Path
 from lowq_packers.errors import DamagedError
 
 
+def state_of(fd: int) -> tuple[int, int]:
+    """Size and time of change of an open file, which differ once another program has written to it."""
+    status = os.fstat(fd)
+    return status.st_size, status.st_mtime_ns
+
+
 class OverwrittenError(DamagedError):
     """Weights that a model computes with were written over, as by `cp`: what it computes since is wrong."""
 
@@ -15,22 +21,17 @@ class OverwrittenError(DamagedError):
 class MappedFile:
     """Size and time of change of an open file, by a descriptor of its own: another file under the same name is harmless."""
 
-    def __init__(self, fd: int, path: Path) -> None:
-        self.path, self.fd = path, os.dup(fd)
+    def __init__(self, fd: int, path: Path, before: tuple[int, int]) -> None:
+        self.path, self.fd, self.before = path, os.dup(fd), before
         weakref.finalize(self, os.close, self.fd)
-        self.before = self._now()
 
     def check(self) -> None:
         """Raise OverwrittenError if the file was written to; takes 0.5 us."""
-        if self._now() != self.before:
+        if state_of(self.fd) != self.before:
             raise OverwrittenError(
                 f"{self.path} was written over while its pages are in use, so what the model computes is wrong; "
                 "start again, and replace files as a whole (mv, not cp)"
             )
-
-    def _now(self) -> tuple[int, int]:
-        status = os.fstat(self.fd)
-        return status.st_size, status.st_mtime_ns
 
 
 def check_all(files: Iterable[MappedFile]) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
-from lowq_cli.files.mapped_file import MappedFile
+from lowq_cli.files.mapped_file import MappedFile, state_of
 from lowq_cli.files.resolution import check_companions, check_config
 from lowq_cli.files.safetensors_io import (
     ITEMSIZE,
@@ -105,6 +105,7 @@ class Source:
     stored_as: str = ""  # the name of the format that its weights are decoded from
     pinned: bool = False  # `read` into pinned pages, which a GPU copies asynchronously
     _fds: dict[str, int] = field(default_factory=dict, repr=False)
+    _states: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)  # of the open files, when they were opened
     _maps: dict[str, mmap.mmap] = field(default_factory=dict, repr=False)
     mapped_files: dict[str, MappedFile] = field(default_factory=dict, repr=False)  # those of which `mapped` gave views
     _opening: RLock = field(default_factory=RLock, repr=False)  # tensors are read by several threads
@@ -163,15 +164,19 @@ class Source:
         t = torch.empty(count, dtype=torch_dtype(header.dtype), pin_memory=self.pinned)
         at = header.offset + first * ITEMSIZE[header.dtype]
         read_into(memoryview(t.view(torch.uint8).numpy()), self._fd(file), at, file)  # type: ignore[arg-type]
+        self._check(file)
         return t
 
     def read_raw(self, name: str, first: int, nbytes: int) -> bytearray:
         """`nbytes` bytes of a tensor of any dtype, from byte `first`."""
-        return read_bytes(self._fd(self.where[name]), self.headers[name].offset + first, nbytes, self.where[name])
+        raw = read_bytes(self._fd(self.where[name]), self.headers[name].offset + first, nbytes, self.where[name])
+        self._check(self.where[name])
+        return raw
 
     def read_into(self, name: str, first: int, view: memoryview) -> None:
         """Fill `view` (bytes) with a tensor's bytes from byte `first`."""
         read_into(view, self._fd(self.where[name]), self.headers[name].offset + first, self.where[name])
+        self._check(self.where[name])
 
     def mapped(self, names: "Sequence[str]") -> "torch.Tensor | None":
         """Tensors that are contiguous in one file, as one flat tensor on a private mapping of its pages, without a copy:
@@ -192,10 +197,14 @@ class Source:
             return None
         with self._opening:
             if file not in self._maps:
-                self.mapped_files[file] = MappedFile(self._fd(file), self.files[file].path)
+                self.mapped_files[file] = MappedFile(self._fd(file), self.files[file].path, self._states[file])
                 self._maps[file] = mmap.mmap(self._fd(file), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         count = sum(h.numel for h in headers)
         return torch.frombuffer(self._maps[file], dtype=torch_dtype(headers[0].dtype), count=count, offset=first)
+
+    def all_mapped(self) -> tuple[MappedFile, ...]:
+        """All weight files, of which another library (transformers) has mapped the pages."""
+        return tuple(MappedFile(self._fd(file), self.files[file].path, self._states[file]) for file in self.files)
 
     def _fd(self, file: str) -> int:
         if self.folder is None:
@@ -203,7 +212,16 @@ class Source:
         with self._opening:
             if file not in self._fds:
                 self._fds[file] = self._as_described(self.files[file])
+                self._states[file] = state_of(self._fds[file])
             return self._fds[file]
+
+    def _check(self, file: str) -> None:
+        """Raise DamagedError if another program has written to the open file, parts of which may be of another model; 1 us."""
+        if state_of(self._fds[file]) != self._states[file]:
+            raise DamagedError(
+                f"{self.files[file].path} was written over while it is read, so what was read may be of two models; "
+                "start again once it is whole"
+            )
 
     def _as_described(self, file: FileHeader) -> int:
         """Open the file. Raises DamagedError if its size differs from the one its header was checked against, as reading

@@ -195,6 +195,7 @@ class PairSource(Source):
             return super().read_raw(name, first, nbytes)
         file, of = self.where[name], self.joined[name]
         parts = [memoryview(read_bytes(self._fd(file), p.offset, p.nbytes, file)) for p in of.parts]
+        self._check(file)
         step, out = parts[0].nbytes // of.runs, bytearray()
         for i in range(of.runs):
             for part in parts:

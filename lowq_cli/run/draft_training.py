@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save
 
 from lowq_cli.calibrate import texts
 from lowq_cli.engine.batch import Batch, Rectangle
+from lowq_cli.engine.model_record import owned
 from lowq_cli.engine.plan import Plan, plan_of
 from lowq_cli.engine.state import static_state, tensors_of
 from lowq_cli.engine.steps import AddNorm
@@ -108,6 +109,7 @@ def _trained(of: Training, model: Any, tokenizer: Any, save_s: float) -> Generat
     learner = Learner(of.of, _first(plan_of(model), of.of, ids), of.device, of.seed)
     loss = yield from _learn(of, learner, teacher, learnt, save_s)
     accepted, drawn = (judged(learner, teacher, part[-held:]) for part in (greedy, plain))
+    owned(model).check_files()
     length = 1 + sum(accepted)
     result = Trained(
         str(of.out), of.of.params, of.of.guesses, of.steps, of.tokens, time.monotonic() - began, loss, accepted, drawn, length

@@ -24,6 +24,7 @@ from lowq_cli.calibrate import texts
 from lowq_cli.calibrate.expert_usage import Visits
 from lowq_cli.engine import open_model
 from lowq_cli.engine.decoders import decoder_of
+from lowq_cli.engine.model_record import owned
 from lowq_cli.engine.prompts import encode, stop_ids
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.files.folder import sweep, unfinished
@@ -175,6 +176,7 @@ class _Author:
         ids = torch.tensor([t for s, row in zip(start, rows, strict=True) for t in (*s, *row)], dtype=torch.int32)
         if sum(map(len, rows)) < min(FEW, room) * len(rows):
             raise UnsupportedError("the model writes only empty texts; give a text with --calib, or --calib bundled")
+        owned(self.model).check_files()  # the cache keeps the text for the model as it was
         self.spent, self.made = self.spent + time.monotonic() - began, self.made + len(ids)
         with writing(path):  # the round's file is written last: after a kill here, the next process repeats both
             write_whole(self.plan.folder / "rate.json", json.dumps({"tokens_per_s": self.made / self.spent}).encode())

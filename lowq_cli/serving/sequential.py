@@ -145,14 +145,23 @@ class SequentialEngine:
             except _Cancelled:
                 self._sink([(self._running, Event(finish_reason="cancelled"))])
             except Exception as e:  # any error of one request: the others are answered all the same
-                self._sink([(self._running, failed(e))])
-                if device_lost(e) or isinstance(e, OverwrittenError):
-                    self._end(f"the engine has stopped: {one_line(e)}")
+                error = self._cause(e)
+                self._sink([(self._running, failed(error))])
+                if device_lost(error) or isinstance(error, OverwrittenError):
+                    self._end(f"the engine has stopped: {one_line(error)}")
             self._busy_s += time.monotonic() - began
             with self._changed:
                 self._cancelled.discard(self._running)
                 self._running = None
                 self._changed.notify_all()
+
+    def _cause(self, e: Exception) -> Exception:
+        """The error itself, or that of a file that was written over: then logits may be infinite."""
+        try:
+            self._check_files()
+        except OverwrittenError as overwritten:
+            return overwritten
+        return e
 
     def _end(self, why: str) -> None:
         """Take no more requests, and end the waiting ones with an error."""

@@ -4,6 +4,7 @@ import json
 import queue
 import shutil
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,12 @@ from lowq_cli.engine.open_model import ready
 from lowq_cli.engine.parallel_read import Reader
 from lowq_cli.engine.prompts import stream
 from lowq_cli.evaluate.perplexity import evaluate
-from lowq_cli.files.source import open_source
-from lowq_cli.run.pipeline import quantize
+from lowq_cli.evaluate.tasks import Judge
+from lowq_cli.files.source import DEMO, open_source
+from lowq_cli.interop.exporter import export
+from lowq_cli.plan.recipe import make_recipe
+from lowq_cli.run import own_text, own_text_plan
+from lowq_cli.run.pipeline import quantize, run
 from lowq_cli.serving.continuous import ContinuousEngine
 from lowq_cli.serving.request import Request
 from lowq_cli.serving.sequential import SequentialEngine
@@ -126,7 +131,7 @@ def test_a_measurement_of_weights_that_were_written_over_ends_with_an_error(copi
     ids = torch.arange(64) % 50
     assert evaluate(model, ids, window=16).ppl > 1
     with pytest.raises(DamagedError, match="was written over"):
-        evaluate(model, ids, window=16, progress=lambda percent, note: written_over(copied[1]))
+        evaluate(model, ids, window=16, progress=lambda percent, note: written_over(copied[1]), most_logits=16 * 160)
 
 
 @pytest.mark.parametrize("change", [replaced, Path.unlink], ids=["replaced", "removed"])
@@ -155,3 +160,76 @@ def test_an_engine_ends_when_its_weights_are_written_over(copied, kind):
         assert "was written over" in engine.closed
     finally:
         engine.stop(0)
+
+
+def test_a_model_that_transformers_computes_is_watched_too(family_checkpoints, tmp_path):
+    model, tokenizer = ready(shutil.copytree(family_checkpoints("gpt2").dense, tmp_path / "model"), "cpu")
+    assert list(stream(model, tokenizer, "abc", max_new_tokens=4))
+    written_over(tmp_path / "model" / "model.safetensors")
+    with pytest.raises(DamagedError, match="was written over"):
+        list(stream(model, tokenizer, "abc", max_new_tokens=4))
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_text_by_weights_that_were_written_over_is_not_kept(copied):
+    recipe = make_recipe(bits=3, group=16, method="gptq", calib="self", calib_tokens=4096)
+    with open_source(copied[0]) as source:
+        outlook = own_text_plan.outlook(str(copied[0]), source, recipe, CPU)
+    steps = own_text.write(outlook, None)
+    next(steps)  # loads the model
+    next(steps)
+    written_over(copied[1])
+    with pytest.raises(DamagedError, match="was written over"):
+        list(steps)
+    assert not list(outlook.folder.glob("*.safetensors"))
+
+
+def test_scores_of_weights_that_were_written_over_are_an_error(copied):
+    model, tokenizer = ready(copied[0], "cpu")
+
+    @contextmanager
+    def changed(label, total):
+        yield lambda done, note: written_over(copied[1])
+
+    judge = Judge(model, tokenizer, lambda *_: iter(()), changed)
+    with pytest.raises(DamagedError, match="was written over"):
+        judge._read([([1, 2], [3, 4]), ([1, 2, 3], [4, 5])], "likelihoods")
+
+
+@pytest.mark.parametrize("how", ["read", "read_raw", "read_into"])
+def test_a_file_that_is_written_over_between_two_reads_ends_the_reading(copied, how):
+    with open_source(copied[0]) as source:
+        size = source.headers[DOWN].nbytes
+        reads = {
+            "read": lambda: source.read(DOWN),
+            "read_raw": lambda: source.read_raw(DOWN, 0, size),
+            "read_into": lambda: source.read_into(DOWN, 0, memoryview(bytearray(size))),
+        }
+        reads[how]()
+        written_over(copied[1])
+        with pytest.raises(DamagedError, match=r"model\.safetensors was written over while it is read"):
+            reads[how]()
+
+
+CHANGED = "was written over while it is read|changed while being read"  # the latter where it is shorter at that moment
+
+
+def test_a_checkpoint_is_never_made_of_two_models(tmp_path):
+    dense = shutil.copytree(DEMO, tmp_path / "dense")
+    steps = run(dense, make_recipe(bits=4, method="rtn"), tmp_path / "out", "cpu")
+    next(steps)
+    written_over(dense / "model.safetensors")
+    with pytest.raises(DamagedError, match=CHANGED):
+        list(steps)
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_an_export_is_never_made_of_two_models(copied, tmp_path):
+    def once(percent, name, left=[1]):  # noqa: B006  # one call changes the file
+        if left:
+            left.pop()
+            written_over(copied[1])
+
+    with pytest.raises(DamagedError, match=CHANGED):
+        export(copied[0], "hqq", tmp_path / "out", progress=once)
+    assert not (tmp_path / "out").exists()
