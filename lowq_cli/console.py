@@ -256,17 +256,17 @@ def age(seconds: float) -> str:
 
 
 @contextmanager
-def progress(label: str, total: int, began: float | None = None) -> Iterator[Callable[[int, str], None]]:
+def progress(label: str, total: int, began: float | None = None, before: int = 0) -> Iterator[Callable[[int, str], None]]:
     """Show a progress bar with ETA; yields `advance(done, note)`, where `done` counts from 0 to `total` in any unit.
 
-    began: when the work began, by `time.monotonic`, if that was earlier.
+    began: when the work began, by `time.monotonic`, if that was earlier. before: how much was done when it began.
     On a terminal it is one live row. Elsewhere it is a plain line at the first call and then at every tenth of the total.
     """
     if quiet:
         yield lambda done, note: None
         return
     if not stderr().is_terminal:
-        yield _plain_progress(label, total, time.monotonic() if began is None else began)
+        yield _plain_progress(label, total, time.monotonic() if began is None else began, before)
         return
     from rich.progress import (
         BarColumn,
@@ -317,7 +317,7 @@ def live() -> Iterator[Callable[[str], None] | None]:
         yield shown.update
 
 
-def _plain_progress(label: str, total: int, start: float) -> Callable[[int, str], None]:
+def _plain_progress(label: str, total: int, start: float, before: int = 0) -> Callable[[int, str], None]:
     shown = -1
 
     def advance(done: int, note: str) -> None:
@@ -326,7 +326,7 @@ def _plain_progress(label: str, total: int, start: float) -> Callable[[int, str]
         if step > shown:
             shown = step
             spent = time.monotonic() - start
-            eta = duration(spent * (total - done) / done) if done else "?"
+            eta = duration(spent * (total - done) / (done - before)) if done > before else "?"
             say(f"{label} {100 * done // max(total, 1):3d}%  {duration(spent)}, eta {eta}  {note}")
 
     return advance

@@ -35,7 +35,7 @@ def wait(folder: Path, total: int = 0, written: Callable[[], int] | None = None)
                 while is_held(folder):
                     time.sleep(LOOK_S)
             return
-        with console.progress("waiting", total) as advance:
+        with console.progress("waiting", total, before=written()) as advance:
             while is_held(folder):
                 advance(written(), f"for {who}")
                 time.sleep(LOOK_S)

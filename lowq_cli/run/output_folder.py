@@ -18,10 +18,12 @@ import shutil
 import stat
 import time
 import zlib
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from lowq_cli import quantizers
 from lowq_cli.files.folder import held, staged
 from lowq_cli.files.safetensors_io import read_bytes, read_header, read_json
 from lowq_cli.files.source import CONFIG, JOURNAL, LOG, PARTIAL, REPORT
@@ -247,9 +249,19 @@ def read_journal(path: Path) -> tuple[Record, list[Record]]:
 
 
 def params_written(folder: Path, plan: Plan) -> int:
-    """How many of the plan's weights another process, which is writing the folder, has finished."""
+    """How many of the plan's weights another process, which is writing the folder, has finished: written, or calibrated."""
     finished = {record["item"] for record in read_journal(folder / JOURNAL)[1]}
+    last = "polished-layer" if any(i.method and quantizers.needs_distilling(i.method) for i in plan.items) else "layer"
+    for path in (path for layers in staged(folder) for path in layers.glob(f"{last}-*.safetensors")):
+        with suppress(LowqError):  # the other process has removed it meanwhile
+            finished |= _calibrated(path)
     return sum(item.params for item in plan.items if item.name in finished)
+
+
+@cache
+def _calibrated(path: Path) -> frozenset[str]:
+    """The items in the file of a calibrated layer."""
+    return frozenset(name.rpartition(".")[0] for name in read_header(path).tensors)
 
 
 def _read_report(path: Path) -> Record:

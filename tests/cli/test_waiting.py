@@ -14,7 +14,7 @@ import torch
 from lowq_cli import inventory, main
 from lowq_cli.files import folder, locks
 from lowq_cli.interop import importer
-from lowq_cli.run import output_folder
+from lowq_cli.run import output_folder, pipeline
 
 WORDS = ("--max-new-tokens", "4", "--device", "cpu", "--temperature", "0")
 HALF = 20  # items of the demo that are written before a process stops
@@ -23,11 +23,11 @@ SECONDS = 60  # after which what a test waits for has hung
 
 @pytest.fixture
 def begin(tmp_path, monkeypatch, own_cache):
-    """A function: fork a process of `lowq ARGS` -> (its id, the file that its output goes to); it is stopped at `place`."""
+    """A function: fork `lowq ARGS`, stopped before call `times` of `stop_in` -> (its process id, the file of its output)."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     pids = []
 
-    def fork(*args, stop_in=None):
+    def fork(*args, stop_in=None, times=HALF):
         said = tmp_path / f"output-{len(pids)}"
 
         def work():
@@ -37,7 +37,7 @@ def begin(tmp_path, monkeypatch, own_cache):
             sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
             signal.signal(signal.SIGINT, signal.default_int_handler)
             if stop_in:
-                stop_at(*stop_in)
+                stop_at(*stop_in, times)
             code = main.main([*map(str, args)])
             print(f"exit code {code}", flush=True)
 
@@ -50,12 +50,12 @@ def begin(tmp_path, monkeypatch, own_cache):
         os.waitpid(pid, 0)
 
 
-def stop_at(owner, name):
-    """This process stops itself before the call number HALF of a method."""
+def stop_at(owner, name, times):
+    """This process stops itself before the call of this number of a method."""
     call, calls = getattr(owner, name), iter(range(1, 1 << 20))
 
     def counted(*args, **how):
-        if next(calls) == HALF:
+        if next(calls) == times:
             os.kill(os.getpid(), signal.SIGSTOP)
         return call(*args, **how)
 
@@ -91,6 +91,19 @@ def test_a_second_run_of_a_new_model_waits_and_answers_with_the_first_ones_check
     assert 20 < int(re.search(r"waiting +(\d+)%", text)[1]) < 90, text
     assert "quantizing" not in text
     assert text_of(its).splitlines()[-3] == text.splitlines()[-3]  # the answers
+
+
+def test_a_second_run_counts_the_layers_that_the_first_one_has_calibrated(begin, tmp_path):
+    recipe = tmp_path / "r.toml"
+    recipe.write_text('bits = 4\nmethod = "gptq"\ncalib = "bundled"\ncalib_tokens = 4096\n')
+    words = ("run", "demo", "Once", "--recipe", recipe, *WORDS)
+    first, _ = begin(*words, stop_in=(pipeline, "log_line"), times=4)  # three layers of six are in their files
+    until(lambda: is_stopped(first))
+    _, said = begin(*words)
+    until(lambda: "%" in text_of(said))
+    share = re.search(r"waiting +(\d+)%.*eta \?", text_of(said))  # no estimate before it has seen the other process work
+    assert share, text_of(said)
+    assert 25 < int(share[1]) < 75
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
