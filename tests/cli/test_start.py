@@ -143,3 +143,23 @@ def test_a_reader_that_has_left_is_no_error(lowq, tmp_path):
         done = lowq("generate", "m", "Hi", stdout=closed)
     assert done.returncode == 0
     assert "Traceback" not in done.stderr
+
+
+INTERRUPTS = """
+import sys
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == "pydantic_core" or name == "typer.models":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupts())
+from lowq_cli.start import run
+run()
+"""
+
+
+@pytest.mark.parametrize("given", [[], ["--json"]], ids=["line", "json"])
+def test_ctrl_c_while_the_command_line_is_imported_is_one_line(given):
+    line = [sys.executable, "-c", INTERRUPTS, "ls", *given]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (130, "lowq: interrupted\n")
+    assert done.stdout == ('{"error": "interrupted", "exit_code": 130}\n' if given else "")
