@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from lowq_cli.output.calls import Enclosed
 from lowq_cli.output.json_text import converted, escaped
 from lowq_cli.output.parts import Parts
+from lowq_cli.output.schema_types import ANY
 from lowq_cli.output.source import Source, Wait, ignore
 
 DEEPEST = 64  # max. nesting of values; a deeper value is passed on as plain text
@@ -92,7 +93,7 @@ class Braces(Enclosed):
         end = yield from source.until((",", "}", "]", self.close), pieces.append)
         source.held = end + source.held
         if pieces or end or not source.cut:
-            out.arguments(json.dumps(converted("".join(pieces), {}), ensure_ascii=False))
+            out.arguments(json.dumps(converted("".join(pieces), ANY), ensure_ascii=False))
         return bool(pieces)
 
 

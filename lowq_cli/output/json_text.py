@@ -6,19 +6,12 @@ import re
 from typing import Any
 
 from lowq_cli.output.parts import Parts
+from lowq_cli.output.schema_types import has_type
 from lowq_cli.output.source import LONGEST, Say, Source, Wait
 
 NAMES, ARGUMENTS = ("name", "tool_name"), ("arguments", "parameters")
 BESIDE = ("id", "type", "index", "tool_call_id", "call_id")  # keys of a call's object that are ignored
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
-TYPES: dict[str, Any] = {
-    "integer": int,
-    "number": (int, float),
-    "boolean": bool,
-    "null": type(None),
-    "array": list,
-    "object": dict,
-}
 
 
 def as_object(text: str) -> dict[str, Any]:
@@ -138,8 +131,8 @@ def _arguments(source: Source, say: Say) -> Wait[None]:
 
 def typed(source: Source, out: Parts, key: str, ends: tuple[str, ...], trim: bool) -> Wait[str]:
     """Read a parameter's text up to one of the ends as JSON of its type; returns the end. trim: drop a newline at both ends."""
-    schema = out.offered.schema(out.function, key)
-    if _is_text(schema):
+    types = out.offered.types(out.function, key)
+    if types == {"string"}:
         out.arguments('"')
         say: Say = lambda t: out.arguments(escaped(t))  # noqa: E731
         end = yield from source.until(ends, Trimmed(say) if trim else say)
@@ -149,43 +142,25 @@ def typed(source: Source, out: Parts, key: str, ends: tuple[str, ...], trim: boo
     pieces: list[str] = []
     end = yield from source.until(ends, pieces.append)
     if end or not source.cut:
-        out.arguments(json.dumps(converted("".join(pieces), schema), ensure_ascii=False))
+        out.arguments(json.dumps(converted("".join(pieces), types), ensure_ascii=False))
     return end
 
 
-def converted(text: str, schema: dict[str, Any]) -> Any:
-    """The value of a text for a schema that allows other types than strings: JSON (which has no NaN and no infinity), a Python
-    literal, or else the text."""
+def converted(text: str, types: frozenset[str]) -> Any:
+    """The value of a text where other types than strings are allowed (`types_of`): JSON (which has no NaN and no infinity), a
+    Python literal, or else the text."""
     plain = text.strip()
     for read in (json.loads, ast.literal_eval):
         try:
-            value = read(plain)
-            json.dumps(value, allow_nan=False)
+            value = json.loads(json.dumps(read(plain), allow_nan=False))  # tuples become lists
         except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
             continue
-        kinds = _kinds(schema)
-        if not kinds or any(isinstance(value, TYPES[k]) for k in kinds if k in TYPES):
+        if not types or has_type(value, types):
             return value
+        if isinstance(value, float) and value.is_integer() and "integer" in types:
+            return int(value)
         return value if isinstance(value, str) else text.strip("\n")
     return text.strip("\n")
-
-
-def _kinds(schema: dict[str, Any]) -> tuple[str, ...]:
-    given = schema.get("type", ())
-    return (
-        (given,) if isinstance(given, str) else tuple(k for k in given if isinstance(k, str)) if isinstance(given, list) else ()
-    )
-
-
-def _is_text(schema: dict[str, Any]) -> bool:
-    """Whether the schema allows only strings."""
-    kinds = _kinds(schema)
-    if not kinds:
-        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-        return not (set(schema) & {"anyOf", "oneOf", "allOf", "$ref"}) and (
-            values is None or all(isinstance(v, str) for v in values)
-        )
-    return kinds == ("string",)
 
 
 def escaped(text: str) -> str:

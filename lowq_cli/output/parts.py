@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lowq_cli.output.schema_types import types_of
+
 Kind = Literal["thought", "text", "call", "arguments"]
 
 
@@ -33,11 +35,11 @@ class Offered:
     forced: bool = False
     only: str | None = None
 
-    def schema(self, function: str, key: str) -> dict[str, Any]:
-        """The JSON schema of a parameter, {} if it has none."""
-        properties = self.functions.get(function, {}).get("properties")
-        entry = properties.get(key) if isinstance(properties, dict) else None
-        return entry if isinstance(entry, dict) else {}
+    def types(self, function: str, key: str) -> frozenset[str]:
+        """The names of the JSON types that a parameter may have, ANY if its schema does not say."""
+        schema = self.functions.get(function, {})
+        properties = schema.get("properties")
+        return types_of(properties.get(key) if isinstance(properties, dict) else None, schema)
 
 
 class Parts:

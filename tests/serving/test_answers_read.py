@@ -191,6 +191,41 @@ def test_calls_are_read_as_they_were_written_however_they_are_cut(name, calls, b
     assert text_in(parts).strip() == ("" if name in FIRST else before)
 
 
+STRING, NULL = {"type": "string"}, {"type": "null"}
+DEFS = {"Colour": {"enum": ["1", "true"]}, "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}] * 9}, "a/b": {"const": "1"}}
+TEXT_ALONE = (  # schemas of texts that are no plain {"type": "string"}
+    STRING | {"enum": ["1"]}, {"enum": ["1", "a"]}, {"const": "1"}, {"$ref": "#/$defs/Colour"}, {"$ref": "#/$defs/a~1b"},
+    {"allOf": [{"$ref": "#/$defs/Colour"}]}, {"allOf": [{"minLength": 1}, STRING]}, {"anyOf": [STRING, {"const": "a"}]},
+)  # fmt: skip
+TEXT_OR_NULL = (
+    {"anyOf": [STRING, NULL]}, {"oneOf": [NULL, STRING | {"format": "date"}]}, {"type": ["string", "null"]},
+    STRING | {"nullable": True}, {"anyOf": [{"$ref": "#/$defs/Colour"}, NULL]}, {"enum": ["1", None]},
+    {"anyOf": [{"allOf": [STRING]}, {"type": ["null"]}]},
+)  # fmt: skip
+OTHERWISE = (  # schema, text -> value
+    ({"anyOf": [STRING, {"type": "integer"}]}, "12", 12), ({"anyOf": [{"type": "integer"}, NULL]}, "3.0", 3),
+    ({"anyOf": [STRING, {}]}, "12", 12), ({}, "12", 12),
+    ({"$ref": "#/$defs/none"}, "12", 12), ({"$ref": "elsewhere"}, "12", 12),
+    ({"$ref": "#/$defs/Loop"}, "12", 12), ({"type": "number", "enum": [1, 2]}, "2", 2),
+    ({"type": ["number", "string"]}, "true", "true"),
+    ({"anyOf": [{"type": "array", "items": STRING}, STRING]}, '["1"]', ["1"]),
+    ({"type": ["array", "null"]}, "('a', 1)", ["a", 1]),
+    ({"type": "object", "allOf": [{"type": "integer"}]}, "{}", {}), ({"type": 3, "anyOf": 3, "enum": 3, "$ref": 3}, "1", 1),
+)  # fmt: skip
+TYPED_BY_SCHEMA = [name for name in WRITTEN if name.split()[0] in ("elements", "glm", "longcat")]
+
+
+@pytest.mark.parametrize("name", TYPED_BY_SCHEMA)
+def test_a_value_without_quotes_has_the_type_that_its_schema_allows(name):
+    """Alternatives and references, too: pydantic writes an optional text as anyOf, and an enum as $ref."""
+    way, written = WRITTEN[name]
+    texts = [(schema, text, text) for schema in (*TEXT_ALONE, *TEXT_OR_NULL) for text in ("1", "true", "[1]", "01")]
+    for schema, text, expected in (*texts, *((s, "null", None) for s in TEXT_OR_NULL), *OTHERWISE):
+        offered = Offered({"f": {"properties": {"x": schema}, "$defs": DEFS}})
+        ((_, arguments),) = calls_in(read(Syntax(way, None), written([("f", {"x": text})]), offered=offered))
+        assert as_json(arguments["x"]) == as_json(expected), (schema, text)
+
+
 NOT_FINITE = st.sampled_from([math.nan, math.inf, -math.inf])
 TYPED = [name for name in WRITTEN if name.split()[0] in ("elements", "glm", "longcat", "gemma", "function", "lfm", "olmo")]
 
