@@ -225,7 +225,8 @@ def quantize(
             more |= _bound(prepared) | ({"export": {"format": to, "out": str(target)}} if target else {})
             console.out_json({**prepared.plan.to_json(), "out": str(prepared.out), "budget": prepared.budget.to_json(), **more})
         elif dry_run:
-            console.say(f"dry run: nothing was {'' if prepared.mixed else 'read of the weights, nothing was '}written into OUT")
+            read = "" if prepared.mixed else "read of the weights, nothing was "
+            console.say(f"dry run: nothing was {read}written into {prepared.out}")
         if dry_run:
             return
         from lowq_cli.run.output_folder import run_in

@@ -35,6 +35,7 @@ from lowq_packers.errors import LowqError, UsageError
 from lowq_packers.regular import read_regular
 
 CHUNK = 1 << 24
+UNREAD = 8  # hex digits of a run's hash that do not depend on its calibration text
 
 Record = dict[str, Any]
 
@@ -78,10 +79,8 @@ class OutputFolder:
         header, records = read_journal(self.path / JOURNAL)
         report = _read_report(self.path / REPORT)
         ours = bool(header or report)
-        early = (LOG, JOURNAL, JOURNAL + PARTIAL)  # files that a run killed right after its start leaves
-        foreign = sorted(p.name for p in self.path.iterdir() if p.name not in early or not is_plain(p))
-        if foreign and not ours:
-            raise UsageError(f"{self.path} holds files that lowq did not write, such as {foreign[0]}; use another --out")
+        if not ours:
+            _check_files(self.path)
         if self.fresh:
             _remove_files(self.path, {*header.get("files", ()), *report.get("files", ())})
         elif report.get("run") == self.run and (self.path / CONFIG).is_file():
@@ -93,9 +92,7 @@ class OutputFolder:
         elif header.get("run") == self.run:
             self.finished = {r["item"]: r for r in records}
         elif ours:
-            raise UsageError(
-                f"{self.path} holds another lowq run; use --fresh or another --out (in Python: fresh=True or out=)"
-            )
+            raise _another_run(self.path)
         self._rewrite_journal()
 
     def _rewrite_journal(self) -> None:
@@ -270,6 +267,29 @@ def _read_report(path: Path) -> Record:
     except LowqError:
         return {}
     return report if isinstance(report.get("run"), str) and _names(report) else {}
+
+
+def check_run(folder: Path, run: str) -> None:
+    """Raise UsageError, before the calibration text is written, if `folder` holds files of others or of another run.
+
+    run: the hash of the run without its text.
+    """
+    if before := run_in(folder):
+        if before[:UNREAD] != run[:UNREAD]:
+            raise _another_run(folder)
+    elif folder.is_dir():
+        _check_files(folder)
+
+
+def _another_run(folder: Path) -> UsageError:
+    return UsageError(f"{folder} holds another lowq run; use --fresh or another --out (in Python: fresh=True or out=)")
+
+
+def _check_files(folder: Path) -> None:
+    """Raise UsageError if a folder without a run of lowq holds files, except those of a run killed right after its start."""
+    early = (LOG, JOURNAL, JOURNAL + PARTIAL)
+    if foreign := sorted(p.name for p in folder.iterdir() if p.name not in early or not is_plain(p)):
+        raise UsageError(f"{folder} holds files that lowq did not write, such as {foreign[0]}; use another --out")
 
 
 def run_in(folder: Path) -> str:

@@ -33,7 +33,7 @@ from lowq_cli.plan.planner import SHARD_SIZE
 from lowq_cli.plan.recipe import Recipe, make_recipe
 from lowq_cli.run import transform
 from lowq_cli.run.events import Event, Finished, LayerDone, Result, ShardDone, TensorDone
-from lowq_cli.run.output_folder import OutputFolder, ShardFile, output_names
+from lowq_cli.run.output_folder import UNREAD, OutputFolder, ShardFile, check_run, output_names
 from lowq_cli.run.prepare import Prepared, prepare
 from lowq_cli.run.records import known_result, make_report, result_of
 from lowq_cli.state import name_of
@@ -86,6 +86,8 @@ def execute(prepared: Prepared, fresh: bool = False, files_at_once: int | None =
     on = workers[0]
     prepared.budget.check(prepared.out)
     companions = [*source.companion_files()]
+    if prepared.own and not fresh:
+        check_run(prepared.out, run_hash(source, plan, on, None))  # before the minutes that the text takes
     text, plan = yield from text_of(prepared, plan)
     adopted = False
     if prepared.trial:
@@ -158,10 +160,12 @@ def maker(model: str, device: str, shard_size: int = SHARD_SIZE) -> "Make":
 
 
 def run_hash(source: Source, plan: Plan, device: torch.device, text: Text | None) -> str:
-    """The hash that names a run: two runs share it only if they write the same bytes."""
+    """The hash that names a run: two runs share it only if they write the same bytes. Its first half is known before the text."""
     facts = [version("lowq"), source.identity, plan.fingerprint, device.type]
-    facts += [calibrated] if (calibrated := identity(plan, text)) else []
-    return hashlib.sha256(" ".join(facts).encode()).hexdigest()[:16]
+    name = hashlib.sha256(" ".join(facts).encode()).hexdigest()[:16]
+    if calibrated := identity(plan, text):
+        name = name[:UNREAD] + hashlib.sha256(" ".join([*facts, calibrated]).encode()).hexdigest()[: 16 - UNREAD]
+    return name
 
 
 def _write(
