@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lowq_cli import drawing, quantizers
+from lowq_cli import console, drawing, quantizers
 from lowq_cli.calibrate import sensitivity, texts
 from lowq_cli.calibrate.allocation import Choice, allocate
 from lowq_cli.files import memo
@@ -244,10 +244,10 @@ def _too_small(recipe: Recipe, least: int, budget: int, params: int) -> str:
         return (
             f"--bpw {recipe.bpw:g} is too little: the smallest widths take {8 * least / params:.3f}; --widths may allow smaller"
         )
-    return (
-        f"--size {recipe.size} bytes is too little: the smallest widths take {recipe.size - budget + least} bytes; "
-        "--widths may allow smaller"
-    )
+    given, smallest = console.size(recipe.size), console.size(recipe.size - budget + least)
+    if given == smallest:
+        given, smallest = f"{recipe.size:,} B", f"{recipe.size - budget + least:,} B"
+    return f"--size {given} is too little: the smallest widths take {smallest}; --widths may allow smaller"
 
 
 def _overrides(members: Sequence[Candidate], scheme: Scheme) -> list[Override]:

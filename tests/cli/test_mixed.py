@@ -169,8 +169,10 @@ def test_refusals(family_checkpoints, small, tmp_path):
             make_recipe(**flags)
     with pytest.raises(UsageError, match="the smallest widths take"):
         pipeline.quantize(folder, tmp_path / "a", bpw=2, **FINE)
-    with pytest.raises(UsageError, match="bytes is too little: the smallest widths take"):
+    with pytest.raises(UsageError, match=r"--size 2.0 kB is too little: the smallest widths take [\d.]+ kB;"):
         pipeline.quantize(folder, tmp_path / "a", size=2000, **FINE)
+    least = mixed._too_small(make_recipe(size=2000), 2001, 2000, 1)
+    assert least == "--size 2,000 B is too little: the smallest widths take 2,001 B; --widths may allow smaller"
     assert not (tmp_path / "a").exists()
 
 
