@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 
 from lowq_cli.files.family_tensors import extra_roles, head_roles, known_roles
 from lowq_cli.files.roles import Role
-from lowq_cli.files.source import Cut, Source
+from lowq_cli.files.safetensors_io import read_json
+from lowq_cli.files.source import REPORT, Cut, Source
 from lowq_cli.files.storage import METHOD, method, method_of_others
-from lowq_cli.state import as_argument
+from lowq_cli.state import as_argument, source_of
 from lowq_packers.arch.towers import PROJECTORS, TOWERS
 from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
 from lowq_packers.heads import is_head
@@ -67,7 +68,11 @@ def refuse_quantized(source: Source) -> None:
     """Raise unless the source's weights are plain floats: UsageError for lowq's format, UnsupportedError for other formats."""
     q = source.config.get("quantization_config")
     if method(source.config) == METHOD:
-        raise UsageError(f"{source.name} is already a lowq checkpoint; run: lowq generate {as_argument(source.name)}")
+        report = read_json(source.folder / REPORT) if (source.folder / REPORT).is_file() else {}
+        original = source_of(source.folder, report)
+        anew = f": lowq quantize {as_argument(original)} --bits 3" if original else " give the model it was made from"
+        ways = f"run: lowq generate {as_argument(source.name)}; for other bits{anew}"
+        raise UsageError(f"{source.name} is already a lowq checkpoint; {ways}")
     if q is not None:
         named = method_of_others(source.name, q)
         raise UnsupportedError(f"{source.name} is already quantized ({named}); give the model it was made from")

@@ -92,6 +92,7 @@ RTN = ("quantize", "my model", "--bits", "4", "--method", "rtn")
 PROVOKED = {  # the message -> what provokes it, and how its command begins
     "not quantized": (("tune", "my model"), "run: lowq quantize"),
     "quantized already": (("quantize", "its 4 bits"), "run: lowq generate"),
+    "other bits": (("quantize", "its 4 bits"), "for other bits: lowq quantize"),
     "no such folder": (("push", "me/my", "--ckpt", "./not there", "--dry-run"), "lowq quantize MODEL --out"),
     "exports": (("export", "its zeros", "--to", "compressed-tensors"), "from the original: lowq quantize"),
     "other engines": ((*RTN, "--zero", "none", "--out", "once more"), "other engines: lowq export"),
