@@ -129,15 +129,16 @@ class KernelSpec:
 
     def _no_such_weight(self, call: Call) -> str | None:
         if call.layout not in self.layouts:
-            return f"reads layout {'/'.join(self.layouts)}, the weight is {call.layout}"
+            return f"reads layout {'/'.join(self.layouts)}, the weight has layout {call.layout}"
         if call.scheme.bits not in self.bits:
             return f"takes {'/'.join(map(str, self.bits))} bits, not {call.scheme.bits}"
         if call.act not in self.acts:
             return f"takes activations as {'/'.join(self.acts)}, not {call.act}"
         if call.scheme.zero not in self.zeros:
-            return f"takes zero {'/'.join(self.zeros)}, not {call.scheme.zero}"
+            return f"takes zeros of kind {'/'.join(self.zeros)}, not {call.scheme.zero}"
         if call.scheme.table not in self.tables:
-            return f"takes {'/'.join(t or 'evenly spaced values' for t in self.tables)}, not {call.scheme.table or 'those'}"
+            known, given = (("/".join(t or "evenly spaced values" for t in ts)) for ts in (self.tables, (call.scheme.table,)))
+            return f"takes {known}, not {given}"
         return None
 
     def prefers(self, call: AnyCall) -> bool:

@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,12 @@ def test_every_legal_strided_weight_has_a_fused_kernel_on_a_gpu(bits, group, zer
 
 def test_refusals_name_the_value_and_the_allowed_ones():
     why = refusals(CPU)
-    assert why["cpu/int4"] == "reads layout cpu_int4, the weight is rowstream"
+    assert why["cpu/int4"] == "reads layout cpu_int4, the weight has layout rowstream"
+    assert why["cpu/table"] == "reads layout cpu, the weight has layout rowstream"
+    on_cpu = replace(CPU, layout="cpu")
+    assert refusals(on_cpu)["cpu/table"] == "takes zeros of kind none, not float"
+    symmetric = replace(on_cpu, scheme=Scheme(4, 32, "none"))
+    assert refusals(symmetric)["cpu/table"].endswith(", not evenly spaced values")
     pytest.importorskip("triton")
     assert why["triton/gemm"] == "runs on cuda, not on cpu"
     many_rows = Call(64, 4096, 4096, Scheme(4, 128), "strided", torch.float16, "cuda", (9, 0))
