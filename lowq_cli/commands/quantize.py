@@ -166,11 +166,12 @@ def quantize(
     if kind:
         others = {"for": engine, "recipe": recipe, "plot": plot, **flags}
         return _mixture(model, kind, to, out, {n: v for n, v in others.items() if v is not None}, device, dry_run, as_json)
+    asked = f"--for {engine}" if engine else f"--export {to}"
     engine = targets.of_export(to, engine) if to else engine
     exported_to, out = (out, None) if to else (None, out)
     if out and out.endswith(".gguf"):
         raise UsageError(f"--out {out} would be a folder; for a GGUF file add --export gguf")
-    recipes = _recipes(recipe, flags, engine)
+    recipes = _recipes(recipe, flags, engine, asked)
     largest = parse_size(shard_size)
     budgeted = any(one.budgeted for one in recipes)
     for name, value in (("plot", plot), ("widths", flags["widths"])):
@@ -205,7 +206,7 @@ def quantize(
                 faults.append(fault)
                 stack.close()
             else:
-                raise UnsupportedError(f"--for {engine}: {faults[0]}")
+                raise UnsupportedError(f"{asked}: {faults[0]}")
         if engine:
             from lowq_cli.interop.export_checks import check_plan
 
@@ -359,15 +360,18 @@ def maker(model: str, device: str, largest: int | None = None) -> "Make":
     return make
 
 
-def _recipes(file: str | None, flags: dict[str, Any], engine: str | None) -> "list[Recipe]":
-    """The recipe of the flags, or with --for the recipes to try, best first. Raises NotFoundError, UsageError."""
+def _recipes(file: str | None, flags: dict[str, Any], engine: str | None, asked: str) -> "list[Recipe]":
+    """The recipe of the flags, or with --for the recipes to try, best first. Raises NotFoundError, UsageError.
+
+    asked: the flag and value that chose `engine`.
+    """
     from lowq_cli.plan import targets
     from lowq_cli.plan.recipe import make_recipe, read_recipe
 
     if engine is None:
         return [make_recipe(file, **flags)]
     given = read_recipe(file) if file else {}
-    return [make_recipe(file, **chosen) for chosen in targets.candidates(engine, flags, given)]
+    return [make_recipe(file, **chosen) for chosen in targets.candidates(engine, flags, given, asked)]
 
 
 def _show_result(

@@ -85,13 +85,14 @@ def of_export(form: str, engine: str | None) -> str:
     return engine or name_of[form]
 
 
-def candidates(engine: str, flags: Mapping[str, Any], file: Mapping[str, Any]) -> list[dict[str, Any]]:
+def candidates(engine: str, flags: Mapping[str, Any], file: Mapping[str, Any], asked: str = "") -> list[dict[str, Any]]:
     """Recipe flags to try for `engine`, best first: a set for each group that it has kernels for, or for the requested group.
 
     flags: flags of the command line, None if not given; file: the table of the recipe file.
+    asked: the flag that chose the engine, for messages; "" is --for.
     Raises UsageError if either contradicts the engine.
     """
-    t = get(engine)
+    t, asked = get(engine), asked or f"--for {engine}"
 
     def chosen(name: str) -> Any:
         return file.get(name) if flags.get(name) is None else flags[name]
@@ -99,18 +100,19 @@ def candidates(engine: str, flags: Mapping[str, Any], file: Mapping[str, Any]) -
     if chosen("format") == "fp8":
         if engine == "vllm":
             raise UsageError("vLLM, SGLang and transformers read --format fp8 as it is; leave --for and --export out")
-        raise UsageError(f"--format fp8 and --for {engine} contradict each other: {engine} reads {t.export}; leave one out")
+        raise UsageError(f"--format fp8 and {asked} contradict each other: {engine} reads {t.export}; leave one out")
     if (form := chosen("format") or t.table) in TABLE_FORMATS:  # `problem` checks its groups against the engine
         choices = {"format": form, "lm_head": chosen("lm_head") or t.head, "embedding": flags.get("embedding") or "keep"}
         free = t.table == form and not TABLE_FORMATS[form].fixed and chosen("group") is None
         return [{**flags, **choices, "group": g} for g in (t.groups if free else (chosen("group"),))]
     zero, bits, group = chosen("zero"), chosen("bits"), chosen("group")
     if zero not in (None, t.zero):
-        raise UsageError(f"--zero {zero} and --for {engine} contradict each other: {engine} takes --zero {t.zero} exactly")
+        raise UsageError(f"--zero {zero} and {asked} contradict each other: {engine} takes --zero {t.zero} exactly")
     if str(bits or t.bits[0]) not in map(str, t.bits):
-        raise UsageError(f"--bits {bits} and --for {engine} contradict each other: {engine} takes {_spell(t.bits)}")
+        others = "; --type Q2_K, Q3_K_M, ... makes a file of other widths" if t.export == "gguf" else ""
+        raise UsageError(f"--bits {bits} and {asked} contradict each other: {engine} takes {_spell(t.bits)}{others}")
     if str(group or t.groups[0]) not in map(str, t.groups):
-        raise UsageError(f"--group {group} and --for {engine} contradict each other: {engine} takes {_spell(t.groups)}")
+        raise UsageError(f"--group {group} and {asked} contradict each other: {engine} takes {_spell(t.groups)}")
     fixed = {"zero": t.zero, "lm_head": chosen("lm_head") or t.head, "embedding": flags.get("embedding") or "keep"}
     if chosen("bpw") or chosen("size"):
         return [{**flags, **fixed, "widths": flags.get("widths") or file.get("widths") or t.bits}]
