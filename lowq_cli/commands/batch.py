@@ -45,6 +45,8 @@ def batch(
     signal.signal(signal.SIGTERM, _leave)
     if file == "-" and out is None:
         raise UsageError("answers to requests from stdin need a file; name it with --out")
+    if Path(file).is_dir():
+        raise UsageError(f"{file} is a folder; the file of requests comes first: lowq batch FILE CKPT")
     lines = batches.read(_text(file), file)
     target = Path(out) if out is not None else Path(f"{file.removesuffix('.jsonl')}.answers.jsonl")
     counts = {"answered": 0, "refused": 0}

@@ -13,6 +13,7 @@ from lowq_cli.files.safetensors_io import check_file_name
 from lowq_cli.files.source import CONFIG, JOURNAL, LOG, REPORT
 from lowq_cli.files.weight_files import INDEX
 from lowq_cli.interop.card import CARD, model_card
+from lowq_cli.state import as_argument
 from lowq_kernels.dispatch import tuning
 from lowq_packers.errors import DamagedError, NotFoundError, UsageError, is_no_refusal
 
@@ -34,7 +35,8 @@ def publish(
     Raises UsageError for an invalid repository name, NotFoundError if the hub refuses or cannot be reached.
     """
     if not REPO.fullmatch(repo):
-        raise UsageError(f"{repo!r} is not a repository; write it as name/model")
+        folder = f"; {repo} itself is a folder here: --ckpt {as_argument(repo)} uploads it" if Path(repo).is_dir() else ""
+        raise UsageError(f"{repo!r} is not a repository; write it as name/model{folder}")
     with (opened := open_checkpoint(checkpoint)).source:
         if not dry_run:
             _check_logged_in()

@@ -160,7 +160,7 @@ def maker(model: str, device: str, shard_size: int = SHARD_SIZE) -> "Make":
 
 
 def run_hash(source: Source, plan: Plan, device: torch.device, text: Text | None) -> str:
-    """The hash that names a run: two runs share it only if they write the same bytes. Its first half is known before the text."""
+    """The hash that names a run: two runs share it only if they write the same bytes. Its first half does not need the text."""
     facts = [version("lowq"), source.identity, plan.fingerprint, device.type]
     name = hashlib.sha256(" ".join(facts).encode()).hexdigest()[:16]
     if calibrated := identity(plan, text):

@@ -177,6 +177,8 @@ def test_refusals_are_one_line(folder, monkeypatch, capsys):
     for name in ("no-owner", "../x", "me/..", "me/-x", "me/a--b", "me/" + "x" * 95, "me/\u00e9"):
         assert cli(name, "--dry-run", "--ckpt", folder) == 2
         assert "write it as name/model" in capsys.readouterr().err
+    assert cli(str(folder), "--dry-run", "--ckpt", folder) == 2
+    assert f"; {folder} itself is a folder here: --ckpt {folder} uploads it" in capsys.readouterr().err
 
     class Hub:
         def create_repo(self, repo, **how):

@@ -147,6 +147,12 @@ def test_paths_that_stream_by_themselves_answer_whole(stream):
         assert read(request("a", {"prompt": "x"} | stream, url=url), "f")[0].body["stream"] is False
 
 
+def test_a_checkpoint_in_the_place_of_the_requests_hears_of_the_order(tmp_path):
+    done = batch(tmp_path, "requests.jsonl")
+    assert done.returncode == 2
+    assert done.stderr == f"lowq: {tmp_path} is a folder; the file of requests comes first: lowq batch FILE CKPT\n"
+
+
 def test_a_model_that_cannot_be_loaded_is_one_line(tmp_path):
     (tmp_path / "f.jsonl").write_text(request("a"))
     done = batch(tmp_path / "f.jsonl", tmp_path / "none")
