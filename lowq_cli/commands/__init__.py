@@ -72,7 +72,12 @@ Activations = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", autocompletion=completion.devices)]
 Temperature = Annotated[
-    float | None, typer.Option(min=0.0, help="0 takes the likeliest token.  [default: generation_config.json's]")
+    float | None,
+    typer.Option(min=0.0, help="0 takes the likeliest token.  [default: generation_config.json's, else 0.7 with --top-p 0.95]"),
+]
+TemperatureOrGreedy = Annotated[
+    float | None,
+    typer.Option("--temperature", min=0.0, help="0 takes the likeliest token.  [default: generation_config.json's, else 0]"),
 ]
 TopP = Annotated[float | None, typer.Option(help="Sample from the likeliest tokens that together have this probability.")]
 TopK = Annotated[int | None, typer.Option(min=0, help="Sample from this many likeliest tokens; 0: all.")]

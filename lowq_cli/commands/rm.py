@@ -16,7 +16,7 @@ EXAMPLES = """Examples:
 def rm(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME]...", help="Names or paths that lowq ls lists.", autocompletion=completion.checkpoints),
+        typer.Argument(metavar="NAME", help="Names or paths that lowq ls lists.", autocompletion=completion.checkpoints),
     ] = None,
     cached: Annotated[bool, typer.Option("--cached", help="All that lowq ls lists in the cache.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,

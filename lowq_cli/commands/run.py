@@ -30,7 +30,7 @@ def run(
             metavar="MODEL", help="Model folder, hub id, demo, a checkpoint or a GGUF file.", autocompletion=completion.models
         ),
     ],
-    words: Annotated[str | None, typer.Argument(metavar="[TEXT]", help="The prompt. Default: a conversation.")] = None,
+    words: Annotated[str | None, typer.Argument(metavar="TEXT", help="The prompt. Default: a conversation.")] = None,
     pictures: Annotated[
         list[str] | None, typer.Argument(metavar="PICTURE", help="Picture files that the text is about.")
     ] = None,
@@ -42,7 +42,7 @@ def run(
             autocompletion=completion.words(*recipes.names()),
         ),
     ] = None,
-    prompt: Annotated[str | None, typer.Option(help="As [TEXT].")] = None,
+    prompt: Annotated[str | None, typer.Option(help="As TEXT.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after this many tokens.")] = 256,
     temperature: Temperature = None,
     seed: Seed = None,

@@ -15,7 +15,7 @@ EXAMPLES = """Examples:
 
 
 def stop(
-    models: Annotated[list[str] | None, typer.Argument(metavar="[MODEL]...", help="Only servers of these models.")] = None,
+    models: Annotated[list[str] | None, typer.Argument(metavar="MODEL", help="Only servers of these models.")] = None,
     every: Annotated[bool, typer.Option("--all", help="Also servers that `lowq serve` started.")] = False,
     as_json: AsJson = False,
 ) -> None:
