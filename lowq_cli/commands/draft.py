@@ -52,7 +52,7 @@ def draft(
         from lowq_cli.run import draft_training, draft_training_plan
 
         planned, model, tokenizer = draft_training_plan.plan_training(name, out, tokens, text, vocab, seed, device, head)
-    console.table("", ("", ""), planned.summary)
+    console.table("", ("plan", ""), planned.summary)
     if dry_run:
         if as_json:
             console.out_json({"plan": dict(planned.summary), "seconds": planned.seconds, "seconds_8b": planned.big_seconds})
@@ -70,6 +70,7 @@ def draft(
     console.say(f"drafted tokens accepted, first to last: {shares}; up to {result.length:.2f} tokens per step{there}")
     if result.length < LITTLE:
         console.say(f"such drafts save no time; train on more than {result.tokens:,} tokens (--tokens)")
+        return
     console.say(f"use it: lowq generate {state.as_argument(name)} --draft {state.as_argument(result.out)}")
 
 

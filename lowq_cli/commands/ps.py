@@ -22,7 +22,7 @@ def ps(as_json: AsJson = False) -> None:
     cells = []
     for server in servers:
         loaded = [m for m in server["models"] if m["state"] != "absent"]
-        where = server["url"] or "left behind"
+        where = server["url"] or "in the background"
         for model in loaded or [{"name": "-", "state": "", "bytes": 0}]:
             size = console.size(model["bytes"]) if model["bytes"] else ""
             cells.append((server["process"], where, model["name"], model["state"], size, console.age(server["idle_s"])))

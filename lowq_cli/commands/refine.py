@@ -60,9 +60,9 @@ def refine(
         show_numbers(done)
         there = " (was already there)" if done.exported.already_done else ""
         console.say(f"{console.size(done.exported.bytes)}, {done.exported.format} as before{there}")
-        console.say("the KL divergence before and after, on another text:")
         console.say(
-            f"next: lowq compare {state.as_argument(model)} {state.as_argument(ckpt)} {state.as_argument(done.exported.out)}"
+            f"next: lowq compare {state.as_argument(model)} {state.as_argument(ckpt)} {state.as_argument(done.exported.out)}   "
+            "(the KL divergence before and after, on another text)"
         )
 
 
@@ -113,8 +113,8 @@ def resumable() -> Iterator[None]:
 def _show_plan(ckpt: str, plan: "RefinePlan", say: Callable[[str], None], on_stdout: bool = False) -> None:
     """Print what is improved, what is read, how long it takes, and what is written."""
     rows = [(kind, count, f"{weights / 1e6:,.1f} M") for kind, count, weights in plan.rows]
-    columns = ("improved", ">matrices", ">weights")
-    console.table(f"{ckpt} -> {plan.out}", columns, rows, on_stdout=on_stdout)
+    columns = ("scheme", ">matrices", ">weights")
+    console.table(f"{ckpt} -> {plan.out}: what is improved", columns, rows, on_stdout=on_stdout)
     say(f"{plan.kept} other tensors stay as they are; {console.size(plan.nbytes)} before and after, in the same format")
     say(f"reads {plan.model}; {plan.text}")
     say(budget_line(plan.device, plan.budget))

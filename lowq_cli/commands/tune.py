@@ -33,15 +33,18 @@ def tune(
     as_json: AsJson = False,
 ) -> None:
     """Time all kernels on this checkpoint's shapes; the winners go into its lowq_tune.json. Ctrl-C keeps those so far."""
-    import torch
-
     from lowq_cli import state
-    from lowq_cli.devices import pick_device
-    from lowq_cli.engine.open_model import build_kernels, threads
-    from lowq_cli.memory import others_at_work
-    from lowq_cli.tuning import tuner, tuning_plan
-    from lowq_kernels.dispatch import measure, tuning_file
     from lowq_packers.errors import UsageError
+
+    with console.status("starting"):
+        import torch
+
+        from lowq_cli.devices import pick_device
+        from lowq_cli.engine.open_model import build_kernels, threads
+        from lowq_cli.generation.statistics import count
+        from lowq_cli.memory import others_at_work
+        from lowq_cli.tuning import tuner, tuning_plan
+        from lowq_kernels.dispatch import measure, tuning_file
 
     batches = tuner.parse_batches(batch)
     if not 0 < budget < float("inf"):
@@ -58,7 +61,8 @@ def tune(
         build_kernels()  # before the clock starts: otherwise the build would use up the budget
     here, clock = tuning_file.Machine.here(where), measure.Budget(budget)
     per_shape = len(batches)
-    console.say(f"tuning {len(shapes)} shapes for {len(batches)} batch sizes on {here.gpu}; at most {console.duration(budget)}")
+    what = f"{count(len(shapes), 'shape')} for {count(len(batches), 'batch size')}"
+    console.say(f"tuning {what} on {here.gpu}; at most {console.duration(budget)}")
     if busy := others_at_work():
         console.warn(f"other programs keep the processors busy ({busy}): a quiet machine gives more exact times")
     entries: dict[tuple[object, ...], Entry] = {}  # keyed by call: a repeated measurement replaces an implausible time

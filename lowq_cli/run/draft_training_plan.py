@@ -59,6 +59,7 @@ class Training:
         """The plan's lines."""
         o = self.of
         share = "all" if o.guesses == o.vocab else f"{o.guesses:,} of {o.vocab:,}"
+        big = f"an 8B model with {TOKENS['cuda']:,} tokens:"
         source = "the model's own, half drawn and half greedy" if self.own else self.text
         return [
             ("model", self.model),
@@ -66,7 +67,7 @@ class Training:
             ("reads", f"what enters layers {', '.join(map(str, o.taps))} of {o.layers}"),
             ("text", f"{self.tokens:,} tokens: {source}"),
             ("learning", f"{PASSES} passes, {self.steps:,} steps, seed {self.seed}"),
-            ("takes", f"about {duration(self.seconds)} on {self.device}; a model of 8B about {duration(self.big_seconds)}"),
+            ("takes", f"about {duration(self.seconds)} on {self.device} ({big} about {duration(self.big_seconds)})"),
             ("out", str(self.out)),
         ]  # fmt: skip
 

@@ -55,6 +55,7 @@ def test_tune_writes_winners_into_the_checkpoint_and_prints_a_summary(folder, mo
     machines = tuning_file.read_file(folder / tuning_file.FILE)
     assert [m["gpu"] for m in machines] == [result["gpu"]]
     assert len(machines[0]["entries"]) == result["entries"] == 5 * 2 * 2  # shapes, batch sizes, layouts
+    assert "tuning 5 shapes for 2 batch sizes on" in output
     assert "wrote 20 entries" in output
     assert tuning.use(folder, torch.device("cpu")) == 20
 

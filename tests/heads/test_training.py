@@ -213,6 +213,7 @@ def test_the_command_writes_a_published_folder_that_is_read_and_run(kind, folder
     again = CliRunner().invoke(app, [*line, "--out", str(out), "--device", "cpu"])
     assert result["length"] < 1.25
     assert "such drafts save no time; train on more than 2,048 tokens (--tokens)" in again.output
+    assert "use it:" not in again.output
 
 
 def test_a_folder_with_other_files_is_not_changed(folder, tmp_path):
