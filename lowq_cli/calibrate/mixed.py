@@ -311,10 +311,12 @@ def plot(mixed: Allocation, path: Path) -> None:
     fig = drawing.figure(max(6.0, min(24.0, 2.5 + 0.45 * layers)), 1.6 + 0.4 * len(cells))
     axis = fig.subplots()
     low, high = (f([*(b for row in cells.values() for b in row.values()), *others.values()]) for f in (min, max))
-    image = axis.imshow(table, aspect="auto", cmap="viridis", vmin=low, vmax=max(high, low + 0.5))
+    high = max(high, low + 0.5)
+    image = axis.imshow(table, aspect="auto", cmap="viridis", vmin=low, vmax=high)
     for y, row in enumerate(table):
         for x, bits in enumerate(row if layers <= LABELLED else []):
-            axis.text(x, y, f"{bits:.3g}", ha="center", va="center", fontsize=8, color="white" if bits < 4 else "black")
+            color = "white" if bits < (low + high) / 2 else "black"  # viridis is dark in its lower half
+            axis.text(x, y, f"{bits:.3g}", ha="center", va="center", fontsize=8, color=color)
     axis.set_yticks(range(len(cells)), list(cells))
     axis.xaxis.get_major_locator().set_params(integer=True)  # type: ignore[call-arg]  # a MaxNLocator
     rest = ", ".join(f"{name} {bits:.3g}" for name, bits in others.items())

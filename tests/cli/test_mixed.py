@@ -207,6 +207,16 @@ def test_the_plan_is_shown_and_drawn(family_checkpoints, small, tmp_path):
     assert not (tmp_path / "o").exists()
 
 
+def test_numbers_in_the_plot_are_light_where_the_colour_is_dark(monkeypatch, tmp_path):
+    """4.5 bits next to 8 are at the dark end of the scale; black on violet could not be read."""
+    drawn = []
+    monkeypatch.setattr(mixed.drawing, "save", lambda fig, path: drawn.append(fig))
+    sizes = {"layers.0.a": 9, "layers.1.a": 17}  # bytes of 16 weights
+    shares = tuple(mixed.Share(f"model.{name}", "mlp", 16, nbytes, None, 0.0) for name, nbytes in sizes.items())
+    mixed.plot(mixed.Allocation(shares, True, ""), tmp_path / "p.png")
+    assert {t.get_text(): t.get_color() for t in drawn[0].axes[0].texts} == {"4.5": "white", "8.5": "black"}
+
+
 def test_the_plan_says_what_training_would_take(family_checkpoints, small, tmp_path):
     folder = str(family_checkpoints("llama").dense)
     for more, said in (([], True), (["--method", "gptq", "--calib", "bundled"], False)):
