@@ -19,6 +19,7 @@ from lowq_kernels.decode import kv
 from lowq_kernels.decode.kv import Cache, Coded
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.gpu import capability, since
+from lowq_kernels.triton_rounding import to_bf16
 
 NUMBERS = {"16": 0, "fp8": 8, "4": 4}
 HEADS_AT_ONCE = 16  # rows per matrix product
@@ -64,13 +65,6 @@ def _of_e4m3(codes):
     """The fp32 numbers of bits of e4m3, int32."""
     bits = ((codes & 0x7F) << 20) | ((codes & 0x80) << 24)
     return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120: the exponents' difference
-
-
-@triton.jit
-def _bf16(x):
-    """x rounded to bf16, ties to even, as fp32."""
-    bits = x.to(tl.int32, bitcast=True)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -128,7 +122,7 @@ def _encode(x, mask_d, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, KV: tl.cons
             held = _of_e4m3(c) * step[:, None]
         else:
             reach = (high - low) * 0.5 * (1.0 - SHORTER * i)
-            step, base = _bf16(reach * (2.0 / 15.0)), _bf16((low + high) * 0.5 - reach)
+            step, base = to_bf16(reach * (2.0 / 15.0)), to_bf16((low + high) * 0.5 - reach)
             by = tl.where(step > 0.0, 1.0 / step, 0.0)
             c = tl.floor(tl.minimum(tl.maximum((x - base[:, None]) * by[:, None], 0.0), 15.0) + 0.5).to(tl.int32)
             held = c.to(tl.float32) * step[:, None] + base[:, None]

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from lowq_kernels.triton_rounding import rounded
+
 MOST = 1024  # max. weights per group: one program then holds one group
 VALUES = 512  # weights per program in groups of up to 512. Zeros "int", g64, sm_90: 128 registers a thread, 240 with 1024
 STORED = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, None: tl.float32}
@@ -20,11 +22,7 @@ ROUNDER = tl.constexpr(1.5 * 2**23)
 @triton.jit
 def stored(x, LIMIT: tl.constexpr, DTYPE: tl.constexpr):
     """x clamped to the finite range of DTYPE and rounded to it, in fp32."""
-    x = tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
-    if tl.bfloat16 == DTYPE:  # to the nearest, of two the even one; Triton's interpreter would cut the bits off
-        bits = x.to(tl.uint32, bitcast=True)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
-    return x.to(DTYPE).to(tl.float32)
+    return rounded(tl.minimum(tl.maximum(x, -LIMIT), LIMIT), DTYPE)
 
 
 @triton.jit

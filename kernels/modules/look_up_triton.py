@@ -12,22 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
+from lowq_kernels.triton_rounding import rounded
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import CHUNK, ROWS, WORDS
 
 LAYOUTS = ("rowstream", "strided", "tile")
 ROWSTREAM, STRIDED, TILE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 TILE_ROWS = tl.constexpr(ROWS)
-BLOCK = 1024
-
-
-@triton.jit
-def _round(x, DTYPE: tl.constexpr):
-    """fp32 -> DTYPE, to the nearest, of two the even one; Triton's interpreter would cut the bits of bf16 off."""
-    if tl.bfloat16 == DTYPE:
-        bits = x.to(tl.uint32, bitcast=True)
-        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
-    return x.to(DTYPE)
+BLOCK = 1024  # max. values per program
 
 
 @triton.jit
@@ -59,10 +51,10 @@ def _look_up_kernel(
     middle = MIDDLE
     if ZEROS:
         middle = tl.load(zeros_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    y = _round((codes.to(tl.float32) - middle) * scales, DTYPE)
+    y = rounded((codes.to(tl.float32) - middle) * scales, DTYPE)
     if factor != 1.0:
-        y = _round(y.to(tl.float32) * factor, DTYPE)
-    tl.store(y_ptr + i * K + k, y, mask=mask)
+        y = rounded(y * factor, DTYPE)
+    tl.store(y_ptr + i * K + k, y.to(DTYPE), mask=mask)
 
 
 def takes(p: PackedWeight) -> bool:

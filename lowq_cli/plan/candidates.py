@@ -68,8 +68,9 @@ def refuse_quantized(source: Source) -> None:
     """Raise unless the source's weights are plain floats: UsageError for lowq's format, UnsupportedError for other formats."""
     q = source.config.get("quantization_config")
     if method(source.config) == METHOD:
-        report = read_json(source.folder / REPORT) if (source.folder / REPORT).is_file() else {}
-        original = source_of(source.folder, report)
+        folder = source.folder
+        report = read_json(folder / REPORT) if folder and (folder / REPORT).is_file() else {}
+        original = source_of(folder, report) if folder else None
         anew = f": lowq quantize {as_argument(original)} --bits 3" if original else " give the model it was made from"
         ways = f"run: lowq generate {as_argument(source.name)}; for other bits{anew}"
         raise UsageError(f"{source.name} is already a lowq checkpoint; {ways}")

@@ -1,0 +1,23 @@
+"""Rounding inside Triton kernels to a dtype of 16 bits, with torch's results: to the nearest, of two the even one.
+
+Triton's interpreter cuts the bits of bf16 off, so kernels that shall agree with torch there, too, round by integers.
+"""
+
+# mypy: allow-untyped-defs
+# (the arguments of a Triton kernel are pointers and blocks, which Python's types do not name)
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def to_bf16(x):
+    """x in fp32, rounded to bf16, as fp32."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr):
+    """x in fp32, rounded to DTYPE, as fp32."""
+    return to_bf16(x) if tl.bfloat16 == DTYPE else x.to(DTYPE).to(tl.float32)
