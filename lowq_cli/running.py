@@ -5,12 +5,14 @@ sends a request through a Unix socket in a folder that only this user can enter.
 or an HTTP library, so the first token arrives within 0.15 s of the interpreter's start.
 """
 
+import fcntl
 import json
 import os
 import socket
 import stat
 import struct
 import sys
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -213,10 +215,6 @@ def leave_behind(model: str, keep_alive: str, flags: list[str]) -> str:
     import subprocess
     import time
 
-    from lowq_cli.state import writing
-
-    with writing(folder()):
-        folder().mkdir(0o700, parents=True, exist_ok=True)
     line = [sys.executable, "-P", "-c", "from lowq_cli.main import run; run()", "serve", model_path(model), "--local"]
     line += ["--keep-alive", keep_alive, "--quiet", *flags]
     log = folder() / "last.log"
@@ -243,9 +241,28 @@ def ask_or_leave(body: dict[str, Any], keep_alive: str | None, device: str) -> R
     except Declined:
         if keep_alive is None:
             raise
-    if why := leave_behind(body["path"], keep_alive, ["--device", device, "--kv", body["kv"]]):
-        raise Declined(f"no background server could be started: {why}")
-    return ask(body)
+    with _starting(body["path"]):
+        with suppress(Declined):  # another command has started one meanwhile
+            return ask(body)
+        if why := leave_behind(body["path"], keep_alive, ["--device", device, "--kv", body["kv"]]):
+            raise Declined(f"no background server could be started: {why}")
+        return ask(body)
+
+
+@contextmanager
+def _starting(model: str) -> Iterator[None]:
+    """One command at a time starts a server of a model: of several that begin at once, each would load it."""
+    from lowq_cli.state import writing
+
+    with writing(folder()):
+        folder().mkdir(0o700, parents=True, exist_ok=True)
+        fd = os.open(folder() / "starting", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.lockf(fd, fcntl.LOCK_EX, 1, zlib.crc32(os.fsencode(model)))  # the model's byte: one file for all models
+        yield
+    finally:
+        os.close(fd)
 
 
 def all_info() -> list[dict[str, Any]]:

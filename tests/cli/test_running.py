@@ -273,3 +273,27 @@ def test_a_state_folder_that_cannot_be_written_names_the_way_out(tmp_path, monke
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     assert main.main(["generate", "demo", "--prompt", "Once", "--device", "cpu", "--keep-alive", "9s"]) == 2
     assert capsys.readouterr().err.endswith("Not a directory; name another state folder: XDG_STATE_HOME=DIR\n")
+
+
+def test_commands_that_begin_at_once_leave_one_server_of_a_model_behind(home, monkeypatch):
+    def until_all_asked(body):
+        (home / f"asked-{os.getpid()}").touch()
+        end = time.monotonic() + 20
+        while len(list(home.glob("asked-*"))) < 3 and time.monotonic() < end:
+            time.sleep(0.01)
+        if not (home / body["path"]).exists():
+            raise Declined("none")
+        return "reply"
+
+    def leave(model, keep_alive, flags):
+        with (home / "starts").open("a") as file:
+            file.write(f"{model}\n")
+        time.sleep(0.2)
+        (home / model).touch()
+        return ""
+
+    monkeypatch.setattr(running, "ask", until_all_asked)
+    monkeypatch.setattr(running, "leave_behind", leave)
+    pids = [forking.fork(lambda m=m: running.ask_or_leave({"path": m, "kv": "16"}, "5m", "cpu")) for m in ("a", "b", "a")]
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0, 0]
+    assert sorted((home / "starts").read_text().split()) == ["a", "b"]
