@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowq_cli import state
-from lowq_cli.files.folder import BusyError, discard, held, left
+from lowq_cli.files.folder import BusyError, busy, discard, held, left
+from lowq_cli.files.locks import is_held
 from lowq_cli.files.source import CONFIG, HEAD, HEAD_NOTES, HEAD_STATE
 from lowq_cli.files.weight_files import SINGLE
 from lowq_cli.run import output_folder
@@ -146,6 +147,13 @@ def _remove_export(out: Path) -> None:
         out.rmdir()
 
 
+def _remove_tree(folder: Path) -> None:
+    """Delete a folder of the cache. Raises BusyError if another process is writing one of the folders in it."""
+    if taken := next((p for p in folder.rglob("*") if p.is_dir() and not p.is_symlink() and is_held(p)), None):
+        raise busy(taken)
+    shutil.rmtree(folder)
+
+
 def remove(holding: Holding) -> list[str]:
     """Delete the files that lowq wrote in it. Returns the names of other files, which stay.
 
@@ -161,7 +169,8 @@ def remove(holding: Holding) -> list[str]:
             _remove_head(holding.path / HEAD)
             return output_folder.remove(holding.path)
         elif holding.path.is_dir():
-            shutil.rmtree(holding.path)
+            with held(holding.path):
+                _remove_tree(holding.path)
         else:
             holding.path.unlink()
     except BusyError:

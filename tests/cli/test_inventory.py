@@ -276,3 +276,21 @@ def test_a_model_is_not_written_into_itself(lowq, tmp_path):
         assert (code, "the folder of the model itself" in " ".join(err.split())) == (2, True), err
     assert sorted((tmp_path / "st").rglob("*")) == before
     assert not (tmp_path / "kk" / "sub").exists()
+
+
+WRITTEN = {"runs/a": "runs/a", "bounds/b": "bounds", "imports/c.0123456789ab.partial": "imports/c"}  # folder -> name for rm
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+def test_what_another_process_writes_into_the_cache_is_not_removed(lowq, tmp_path, written):
+    cache = tmp_path / "cache" / "lowq"
+    for name in WRITTEN:
+        (cache / name).mkdir(parents=True)
+        (cache / name / "file").write_text("x")
+    with folder.held(cache / written):
+        code, _, err = lowq("rm", cache / WRITTEN[written], "--yes")
+        assert code == 2, err
+        assert "another lowq is writing to " in err
+        assert (cache / written / "file").exists()
+    assert lowq("rm", "--cached", "--yes")[0] == 0
+    assert inventory.holdings() == []
