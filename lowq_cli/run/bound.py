@@ -78,17 +78,17 @@ class Bound:
     @property
     def unit(self) -> str:
         """The unit to print after a loss."""
-        return " nats of KL divergence" if self.flag == "max_kl" else "% of perplexity"
+        return " nats of KL divergence" if self.flag == "max_kl" else "% more perplexity"
 
     @property
     def summary(self) -> str:
         """The result as a line of the printed plan."""
         named = f"--{self.flag.replace('_', '-')} {self.limit:g}"
-        why = f"{named} decides" if self.binding == self.flag else f"the smallest widths are good enough for {named}"
+        why = f"the limit is {named}" if self.binding == self.flag else f"the smallest widths are good enough for {named}"
         if self.binding == "tokens_per_s":
-            why = f"--tokens-per-s {self.tokens_per_s:g} decides: smaller checkpoints meet {named} but are slower"
+            why = f"the limit is --tokens-per-s {self.tokens_per_s:g}: smaller checkpoints meet {named} but are slower"
         bounds = [(way, loss) for way, loss in (("more", self.more), ("less", self.less)) if loss is not None]
-        others = [f"one bit per weight {way} about {loss:.3g}" for way, loss in bounds]
+        others = [f"with one bit per weight {way} about {loss:.3g}" for way, loss in bounds]
         line = f"measured {self.measured:.4g}{self.unit} in {len(self.trials)} rounds: {why}; {', '.join(others)}"
         if self.tps is None:
             return line
