@@ -150,9 +150,7 @@ def test_a_speed_is_a_further_bound(model, texts, cache, tmp_path, monkeypatch):
     assert slower < here < faster  # by a bit of every weight that takes part, at the memory's speed
     a_bit = 1 / slower - 1 / here
     assert a_bit == pytest.approx(1 / here - 1 / faster)
-    by_the_loss = (
-        r"measured [\d.]+ nats of KL divergence in \d+ rounds: the limit is --max-kl 0.05; with one bit per weight more "
-    )
+    by_the_loss = r"measured [\d.]+ nats of KL divergence in \d+ rounds: the limit is --max-kl 0.05; with one bit per weight "
     assert re.match(by_the_loss, result.summary)
     assert f"{here:.4g} tokens/s here" in result.summary
     report = json.loads((tmp_path / "a" / "lowq_report.json").read_text())
