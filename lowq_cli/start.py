@@ -113,8 +113,9 @@ def run() -> None:
     try:
         from lowq_cli import main
     except KeyboardInterrupt:  # the imports take 0.1 to 0.2 s; `main` reports the ones after it
-        print("lowq: interrupted", file=sys.stderr)
+        sys.stderr.write("lowq: interrupted\n")
         if "--json" in sys.argv[1:]:
-            print(f'{{"error": "interrupted", "exit_code": {INTERRUPTED}}}', flush=True)
+            sys.stdout.write(f'{{"error": "interrupted", "exit_code": {INTERRUPTED}}}\n')
+            sys.stdout.flush()
         os._exit(INTERRUPTED)  # without the end of modules that were imported in part
     main.run(failed)
