@@ -113,9 +113,10 @@ def run() -> None:
     try:
         from lowq_cli import main
     except KeyboardInterrupt:  # the imports take 0.1 to 0.2 s; `main` reports the ones after it
-        sys.stderr.write("lowq: interrupted\n")
+        from lowq_cli import console
+
+        console.fail("interrupted")
         if "--json" in sys.argv[1:]:
-            sys.stdout.write(f'{{"error": "interrupted", "exit_code": {INTERRUPTED}}}\n')
-            sys.stdout.flush()
+            console.out_json({"error": "interrupted", "exit_code": INTERRUPTED})
         os._exit(INTERRUPTED)  # without the end of modules that were imported in part
     main.run(failed)
