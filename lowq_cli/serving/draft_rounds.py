@@ -39,7 +39,8 @@ FEEDS = 2  # max. sequences per pass whose drafter is given a long text: 0.7 ms 
 # Max. time, in plain passes, that a sequence may lose to the drafts of others: one that copies nothing gets one token of each
 # pass, and passes with drafts take up to 1.9 times as long. Simulated with base's texts and an H200's passes, 16 users get 1.06
 # to 1.18 times the tokens per second, and their p99 time per token rises by 2 to 4%; without a limit 1.14 to 1.41 times and by
-# 9 to 28%. One user keeps the gain.
+# 9 to 28%. One user keeps the gain. An H200 gave 16 users 1.00 to 1.08 times the tokens per second at 0.96 to 1.13 of the p99,
+# which without drafts varies as much (benchmarks/notes/drafts.md).
 BEHIND = 2.0
 
 
