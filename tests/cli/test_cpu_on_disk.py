@@ -106,7 +106,29 @@ def test_a_tied_table_is_packed_once_and_computes_the_same(load, family, tied):
         assert torch.equal(cpu(IDS).logits, row(IDS).logits)
     if native.library() is not None:
         assert head.layout == "cpu"
-        assert head.weight.data_ptr() == table.weight.data_ptr()
+        assert held_once(cpu)
+        assert held_once(row)
+
+
+def held_once(model):
+    """Whether look-ups read the words that products read."""
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return table.layout == head.layout and table.weight.data_ptr() == head.weight.data_ptr()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("family", TIED)
+def test_a_gpu_holds_a_tied_table_once(family, tied):
+    folder, _ = tied(family)
+    with open_source(folder) as source:
+        here, there = native_loader.read(source, torch.device("cuda")), by_lowq(folder)
+        moved = load_model(source, "cpu", "bfloat16").to("cuda")
+    ids = IDS.to("cuda")
+    for model in (here, moved):
+        assert held_once(model)
+        assert torch.equal(model.get_input_embeddings()(ids).cpu(), there.get_input_embeddings()(IDS))
+    assert (here(ids).logits.cpu() - there(IDS).logits).norm() < 2e-2 * there(IDS).logits.norm()
 
 
 @pytest.mark.parametrize("family", TIED)
