@@ -12,7 +12,6 @@ from typing import Any
 from lowq_cli.files.shapes import text_config, whole
 from lowq_packers.scheme import Scheme, fit_group
 
-DENSE_TABLE = ("mixtral",)  # families whose embedding vLLM (0.24, 0.33) creates without a quantization config
 ROW = ("o_proj", "down_proj", "out_proj", "w2", "dense_4h_to_h", "dense")
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from lowq_cli import console
 from lowq_cli.files.checkpoint import Checkpoint, is_checkpoint, open_checkpoint
 from lowq_cli.files.source import DEMO
-from lowq_cli.files.tensor_parallel import DENSE_TABLE, fusion_problems, shard_problems
+from lowq_cli.files.tensor_parallel import fusion_problems, shard_problems
 from lowq_cli.interop.export_checks import check
 from lowq_cli.interop.exporter import export
 from lowq_cli.interop.importer import cached, copy_new
@@ -144,9 +144,6 @@ def _plugin_problem(checkpoint: Checkpoint, ranks: int) -> str | None:
         return problems[0]
     if other := next((t for t in checkpoint.tensors if t.scheme and t.layout != DISK), None):
         return f"{other.name} is stored in layout {other.layout}; quantize without --layout"
-    family = checkpoint.config.get("model_type")
-    if family in DENSE_TABLE and any(name.endswith("embed_tokens") for name in checkpoint.schemes):
-        return f"its {family} takes no packed token embedding; quantize with --embedding keep"
     return None
 
 

@@ -7,4 +7,5 @@ tests run the models and loaders of vLLM 0.24 and 0.33).
 
 def register() -> None:
     """Register lowq's quantization config with vLLM. Repeated calls are harmless."""
-    import lowq_cli.vllm_plugin.config  # noqa: F401  # registers on import
+    import lowq_cli.vllm_plugin.asking
+    import lowq_cli.vllm_plugin.config  # noqa: F401  # both register on import

@@ -17,7 +17,6 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from lowq_cli.files.quant_config import METHOD, expand_stored
-from lowq_cli.files.tensor_parallel import DENSE_TABLE
 from lowq_cli.vllm_plugin.embedding import LowqTableMethod, LowqTiedHeadMethod
 from lowq_cli.vllm_plugin.experts import LowqExpertsMethod
 from lowq_cli.vllm_plugin.linear import LowqLinearMethod
@@ -25,7 +24,7 @@ from lowq_packers.errors import UnsupportedError
 from lowq_packers.layouts import DISK
 from lowq_packers.scheme import Scheme
 
-TABLE = "embed_tokens"
+TABLES = ("embed_tokens", "wte", "embed_in", "word_embeddings", "embeddings")  # names of token embeddings in checkpoints
 EXPERT_PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # the second triple: Mixtral's names
 
 
@@ -37,6 +36,7 @@ class LowqVllmConfig(QuantizationConfig):
         super().__init__()
         self.config = json.loads(json.dumps(config))
         self.tied = False
+        self.table_shape: tuple[int | None, int | None] = (None, None)
         self.table: torch.nn.Module | None = None  # the packed token embedding, set when vLLM creates it
         expand_stored(self.config, self._named())  # a malformed config is refused here, before any layer is made
         self.act = self.config.get("activations", "none")
@@ -67,11 +67,10 @@ class LowqVllmConfig(QuantizationConfig):
         return cls(config)
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Record whether the head is tied. Raises UnsupportedError for a packed embedding if vLLM's model needs a dense one."""
+        """Record whether the head is tied, and the shape of the token embedding."""
         text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
         self.tied = bool(getattr(text, "tie_word_embeddings", False))
-        if getattr(text, "model_type", None) in DENSE_TABLE and self._tables():
-            raise UnsupportedError(f"vLLM's {text.model_type} takes no packed token embedding; quantize with --embedding keep")
+        self.table_shape = getattr(text, "vocab_size", None), getattr(text, "hidden_size", None)
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Rename the modules of the config to vLLM's names."""
@@ -108,7 +107,7 @@ class LowqVllmConfig(QuantizationConfig):
 
     def _tables(self) -> list[str]:
         """The names of packed token embeddings."""
-        return [key for key in self.config["tensors"] if key.rpartition(".")[2] == TABLE]
+        return [key for key in self.config["tensors"] if key.rpartition(".")[2] in TABLES]
 
     def _members(self, prefix: str) -> list[str]:
         """Checkpoint names of the modules that vLLM fuses into the layer `prefix`."""
@@ -130,9 +129,10 @@ class LowqVllmConfig(QuantizationConfig):
         return LowqExpertsMethod(layer.moe_config, packed, prefix)
 
     def _table(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """The method of an embedding or head. vLLM creates the embedding before the head, and Llama's without a prefix."""
+        """The method of an embedding or head. vLLM creates the embedding before the head, and often without a prefix."""
         is_head = isinstance(layer, ParallelLMHead)
-        name = prefix if prefix or is_head else "".join(self._tables()[:1])
+        unnamed = not prefix and not is_head and (layer.org_vocab_size, layer.embedding_dim) == self.table_shape
+        name = "".join(self._tables()[:1]) if unnamed else prefix
         scheme = self.scheme(name, [name])
         if scheme is None:
             return LowqTiedHeadMethod(self.table, prefix) if is_head and self.tied and self.table is not None else None

@@ -66,11 +66,12 @@ def _stand_ins() -> None:
     import vllm._custom_ops as ops
     from vllm.model_executor.layers.attention import Attention
 
-    if hasattr(torch.ops._C, "silu_and_mul"):
+    if Attention.forward is _attend:
         return
     library = torch.library.Library("_C", "FRAGMENT")
     for op in ("silu_and_mul", "gelu_and_mul", "gelu_tanh_and_mul"):  # asked for, not called
-        library.define(f"{op}(Tensor! out, Tensor x) -> ()")
+        if not hasattr(torch.ops._C, op):
+            library.define(f"{op}(Tensor! out, Tensor x) -> ()")
     _stand_ins.library = library  # it goes when nothing holds it
     Attention.forward, ops.topk_softmax = _attend, _topk_softmax
     torch.accelerator.empty_cache = lambda: None
