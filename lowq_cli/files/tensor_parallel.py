@@ -12,6 +12,8 @@ from typing import Any
 from lowq_cli.files.shapes import text_config, whole
 from lowq_packers.scheme import Scheme, fit_group
 
+# families some of whose linear layers vLLM (0.24, 0.32) creates without a quantization config, or by names that no file has
+OTHER_LAYERS = ("falcon_h1", "falcon_mamba", "gemma3n_text", "mamba", "minicpm3")
 ROW = ("o_proj", "down_proj", "out_proj", "w2", "dense_4h_to_h", "dense")
 
 
@@ -75,6 +77,11 @@ def row_problem(name: str, s: Scheme, K: int, ranks: int) -> str | None:
     if part * s.bits % 32:
         return f"{name}: K={K} over {ranks} ranks is {part} {s.bits}-bit codes, not whole words; use fewer ranks"
     return None
+
+
+def family_problem(model_type: str | None) -> str | None:
+    """The reason why lowq's plugin for vLLM cannot serve a family; None if it can."""
+    return f"vLLM's {model_type} takes dense linear layers alone; use lowq serve" if model_type in OTHER_LAYERS else None
 
 
 def table_problem(name: str, s: Scheme) -> str | None:

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from lowq_cli import console
 from lowq_cli.files.checkpoint import Checkpoint, is_checkpoint, open_checkpoint
+from lowq_cli.files.shapes import text_config
 from lowq_cli.files.source import DEMO
-from lowq_cli.files.tensor_parallel import fusion_problems, shard_problems
+from lowq_cli.files.tensor_parallel import family_problem, fusion_problems, shard_problems
 from lowq_cli.interop.export_checks import check
 from lowq_cli.interop.exporter import export
 from lowq_cli.interop.importer import cached, copy_new
@@ -144,7 +145,7 @@ def _plugin_problem(checkpoint: Checkpoint, ranks: int) -> str | None:
         return problems[0]
     if other := next((t for t in checkpoint.tensors if t.scheme and t.layout != DISK), None):
         return f"{other.name} is stored in layout {other.layout}; quantize without --layout"
-    return None
+    return family_problem(text_config(checkpoint.config).get("model_type"))
 
 
 def _slower(checkpoint: Checkpoint, here: tuple[int, int] | None) -> str | None:

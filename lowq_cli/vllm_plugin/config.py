@@ -5,6 +5,7 @@ layer must have the same scheme. vLLM's module names can differ from the checkpo
 """
 
 import json
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +18,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from lowq_cli.files.quant_config import METHOD, expand_stored
+from lowq_cli.files.tensor_parallel import family_problem
 from lowq_cli.vllm_plugin.embedding import LowqTableMethod, LowqTiedHeadMethod
 from lowq_cli.vllm_plugin.experts import LowqExpertsMethod
 from lowq_cli.vllm_plugin.linear import LowqLinearMethod
@@ -25,6 +27,7 @@ from lowq_packers.layouts import DISK
 from lowq_packers.scheme import Scheme
 
 TABLES = ("embed_tokens", "wte", "embed_in", "word_embeddings", "embeddings")  # names of token embeddings in checkpoints
+MIXER = (r"\.mixer\.", ".mamba.")  # vLLM's name of Granite 4's recurrent mixers, and theirs in checkpoints
 EXPERT_PARTS = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))  # the second triple: Mixtral's names
 
 
@@ -67,8 +70,10 @@ class LowqVllmConfig(QuantizationConfig):
         return cls(config)
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
-        """Record whether the head is tied, and the shape of the token embedding."""
+        """Record whether the head is tied, and the shape of the token embedding. Raises UnsupportedError for OTHER_LAYERS."""
         text = hf_config.get_text_config() if hasattr(hf_config, "get_text_config") else hf_config
+        if problem := family_problem(getattr(text, "model_type", None)):
+            raise UnsupportedError(f"vLLM cannot serve a lowq checkpoint of this model: {problem}")
         self.tied = bool(getattr(text, "tie_word_embeddings", False))
         self.table_shape = getattr(text, "vocab_size", None), getattr(text, "hidden_size", None)
 
@@ -83,7 +88,7 @@ class LowqVllmConfig(QuantizationConfig):
         if isinstance(layer, VocabParallelEmbedding):
             return self._table(layer, prefix)
         if isinstance(layer, LinearBase):
-            scheme = self.scheme(prefix, self._members(prefix))
+            scheme = self.scheme(prefix, self._members(self._in_checkpoint(prefix)))
             return UnquantizedLinearMethod() if scheme is None else LowqLinearMethod(scheme, prefix, self.act)
         return None
 
@@ -109,8 +114,15 @@ class LowqVllmConfig(QuantizationConfig):
         """The names of packed token embeddings."""
         return [key for key in self.config["tensors"] if key.rpartition(".")[2] in TABLES]
 
+    def _in_checkpoint(self, prefix: str) -> str:
+        """The checkpoint's name of a linear layer."""
+        renamed = re.sub(*MIXER, prefix)
+        return renamed if self.scheme(renamed, [renamed]) else prefix
+
     def _members(self, prefix: str) -> list[str]:
         """Checkpoint names of the modules that vLLM fuses into the layer `prefix`."""
+        if self.scheme(prefix, [prefix]):  # fused in the checkpoint already, as in GLM-4
+            return [prefix]
         stem, dot, leaf = prefix.rpartition(".")
         return [f"{stem}{dot}{part}" for part in self.packed_modules_mapping.get(leaf, [leaf])]
 

@@ -4,6 +4,7 @@ A row of words, scales and zeros belongs to one output, so vLLM's parameter clas
 layers along dim 0. They split row-parallel layers along dim 1, where each rank must get whole groups and words.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -84,13 +85,15 @@ class LowqLinearMethod(LinearMethodBase):
         for leaf, data in weight.blank(params_dtype, len(output_partition_sizes)).items():
             dims: dict[str, Any] = {"input_dim": 1, "output_dim": 0}
             kind: Any = GroupQuantScaleParameter
+            loader = extra_weight_attrs["weight_loader"]
             if leaf == "weight":
+                loader = _in_rows(loader)
                 kind, dims = PackedvLLMParameter, dims | {"packed_dim": 1, "packed_factor": Fraction(32, weight.scheme.bits)}
             elif leaf == "weight_table":
                 kind, dims = PerTensorScaleParameter, {}
             elif self.scheme.group_size == input_size:  # one scale per row: every rank with a part of the row needs it
                 kind, dims = ChannelQuantScaleParameter, {"output_dim": 0}
-            layer.register_parameter(leaf, kind(data=data, weight_loader=extra_weight_attrs["weight_loader"], **dims))
+            layer.register_parameter(leaf, kind(data=data, weight_loader=loader, **dims))
 
     def share(self, N: int, K: int, whole_K: int) -> Held:
         """The share of a rank that holds K of each row's `whole_K` codes. Raises UnsupportedError if a group is cut."""
@@ -109,6 +112,16 @@ class LowqLinearMethod(LinearMethodBase):
         tensors = (layer.weight, layer.weight_scale, layer.weight_zero, layer.weight_aux, bias)
         facts = pack_facts(p.scheme, p.N, p.K, p.layout)
         return ops.linear(x.reshape(-1, p.K), *tensors, facts, None, self.act, layer.weight_table).reshape(*x.shape[:-1], p.N)
+
+
+def _in_rows(loader: Callable[..., None]) -> Callable[..., None]:
+    """A loader of words that turns them back where vLLM has transposed them: it does so with all weights of GPT-2's layers."""
+
+    def load(param: Any, words: torch.Tensor, *shard: Any, **more: Any) -> None:
+        turned = not words.is_contiguous() and words.t().is_contiguous()
+        loader(param, words.t() if turned else words, *shard, **more)
+
+    return load
 
 
 def loaded(layer: Any, name: str, rows: list[int]) -> PackedWeight:

@@ -7,6 +7,8 @@ needed: its native ones stand in, and a plain causal softmax stands where its at
 import gc
 import itertools
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -35,14 +37,31 @@ def _by_engine(folder: Path, ids: list[int], dtype: str) -> torch.Tensor:
     return torch.tensor(rows)
 
 
+def tables(folder: Path, ids: list[int], dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What vLLM's model class makes of tokens before its layers, and of random states after them: rows and logits (T, V)."""
+    with _model(folder, dtype) as (model, _), torch.inference_mode():
+        rows = model.embed_input_ids(torch.tensor(ids))
+        states = torch.randn(rows.shape, generator=torch.Generator().manual_seed(0)).to(rows.dtype)
+        return rows.float(), model.compute_logits(states).float()
+
+
 _group = itertools.count()
 
 
 def _by_classes(folder: Path, ids: list[int], dtype: str) -> torch.Tensor:
+    from vllm.forward_context import set_forward_context
+
+    with _model(folder, dtype) as (model, config), torch.inference_mode():
+        with set_forward_context(None, config, num_tokens=len(ids)):
+            return model.compute_logits(model(torch.tensor(ids), torch.arange(len(ids)), None)).float()
+
+
+@contextmanager
+def _model(folder: Path, dtype: str) -> Iterator[tuple[torch.nn.Module, object]]:
+    """vLLM's model of a checkpoint, loaded by its loaders, and the config that is current inside."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import destroy_model_parallel, ensure_model_parallel_initialized, init_distributed_environment
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.forward_context import set_forward_context
     from vllm.model_executor.model_loader import get_model
     from vllm.plugins import load_general_plugins
 
@@ -56,9 +75,7 @@ def _by_classes(folder: Path, ids: list[int], dtype: str) -> torch.Tensor:
             init_distributed_environment(1, 0, f"file://{tempfile.mktemp()}", 0, "gloo")
         destroy_model_parallel()
         ensure_model_parallel_initialized(1, 1)
-        model = get_model(vllm_config=config)
-        with torch.inference_mode(), set_forward_context(None, config, num_tokens=len(ids)):
-            return model.compute_logits(model(torch.tensor(ids), torch.arange(len(ids)), None)).float()
+        yield get_model(vllm_config=config), config
 
 
 def _stand_ins() -> None:
