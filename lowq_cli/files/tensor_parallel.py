@@ -13,7 +13,7 @@ from lowq_cli.files.shapes import text_config, whole
 from lowq_packers.scheme import Scheme, fit_group
 
 # families some of whose linear layers vLLM (0.24, 0.32) creates without a quantization config, or by names that no file has
-OTHER_LAYERS = ("falcon_h1", "falcon_mamba", "gemma3n_text", "mamba", "minicpm3")
+OTHER_LAYERS = ("falcon_h1", "falcon_mamba", "gemma3n_text", "jamba", "mamba", "minicpm3")
 ROW = ("o_proj", "down_proj", "out_proj", "w2", "dense_4h_to_h", "dense")
 
 

@@ -23,6 +23,7 @@ from lowq_cli.vllm_plugin.embedding import LowqTableMethod, LowqTiedHeadMethod
 from lowq_cli.vllm_plugin.experts import LowqExpertsMethod
 from lowq_cli.vllm_plugin.linear import LowqLinearMethod
 from lowq_packers.errors import UnsupportedError
+from lowq_packers.formats import FUSED
 from lowq_packers.layouts import DISK
 from lowq_packers.scheme import Scheme
 
@@ -124,7 +125,8 @@ class LowqVllmConfig(QuantizationConfig):
         if self.scheme(prefix, [prefix]):  # fused in the checkpoint already, as in GLM-4
             return [prefix]
         stem, dot, leaf = prefix.rpartition(".")
-        return [f"{stem}{dot}{part}" for part in self.packed_modules_mapping.get(leaf, [leaf])]
+        usual = [part for part, fused in FUSED.items() if fused == leaf]  # StableLM's class, for example, names no parts
+        return [f"{stem}{dot}{part}" for part in self.packed_modules_mapping.get(leaf) or usual or [leaf]]
 
     def _experts(self, layer: Any, prefix: str) -> Any:
         experts = [f"{prefix}.{e}." for e in range(layer.global_num_experts)]

@@ -209,10 +209,14 @@ def test_the_installed_version_of_vllm_is_named(version, line, tmp_path, monkeyp
     assert line in serving.installed()
 
 
-def test_checkpoints_that_only_one_engine_can_serve(family_checkpoints):
+def test_checkpoints_that_only_one_engine_can_serve(family_checkpoints, tmp_path):
     table = {"attention": Scheme(4, 16, "none"), "embedding": Scheme(8, 16, "none")}
-    with pytest.raises(UnsupportedError, match="--embedding keep"):
-        serving.command(str(family_checkpoints("mixtral", "bfloat16", table).packed), native=True)
+    mixtral = family_checkpoints("mixtral", "bfloat16", table).packed
+    assert str(mixtral) in serving.command(str(mixtral), native=True), "whose class in vLLM expects a dense table"
+    other = shutil.copytree(mixtral, tmp_path / "mamba")
+    (other / "config.json").write_text(json.dumps(json.loads((mixtral / "config.json").read_text()) | {"model_type": "mamba"}))
+    with pytest.raises(UnsupportedError, match="vLLM's mamba takes dense linear layers alone; use lowq serve"):
+        serving.command(str(other), native=True)
     folders = family_checkpoints("llama", "bfloat16", FLOAT)
     with pytest.raises(UnsupportedError, match="it has none for these schemes"):
         serving.command(str(folders.packed), native=False)

@@ -58,7 +58,7 @@ def test_families(family, distance):
     assert distance(family, bits=4, group=16) < BF16
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2-tied", "qwen3-tied", "gemma3", "qwen3-moe-tied"])
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen2-tied", "qwen3-tied", "gemma3", "mixtral", "qwen3-moe-tied"])
 def test_packed_tables_and_heads(family, distance):
     tied = family.endswith("tied") or family == "gemma3"
     assert distance(family, bits=4, group=16, embedding=8, **({} if tied else {"lm_head": 4})) < BF16
@@ -92,11 +92,6 @@ def test_tables(family, how, distance):
 def test_rounded_activations(act, distance):
     """A coarse rounding of x multiplies what two orders of summing differ by."""
     assert distance("llama", bits=4, group=16, act=act) < (2e-2 if act == "int8" else 4e-2)
-
-
-def test_mixtrals_packed_table_is_refused(distance):
-    with pytest.raises((UnsupportedError, ValueError), match="--embedding keep"):  # pydantic makes a ValueError of some
-        distance("mixtral", bits=4, group=16, embedding=8)
 
 
 def test_another_layout_is_another_compiled_graph():

@@ -303,6 +303,62 @@ def test_heads_and_tables(vllm, size, tied):
     assert (whole[:, V:] == 0).all(), "rows that pad the vocabulary"
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_tables_and_heads_of_classes_that_pass_no_config(vllm, size, monkeypatch):
+    """As vLLM's Gemma and Mamba 2 make them: the config in force is asked, for the table of the checkpoint's shape alone."""
+    from vllm.config import get_current_vllm_config
+
+    from lowq_cli.vllm_plugin import register
+
+    register()
+    scheme, V, K = Scheme(8, 32, "float"), 100, 64
+    q, x, logits = random_q(V, K, scheme), torch.randn(3, K), []
+    config = config_of({"transformer.wte": scheme})
+    config.maybe_update_config("folder", SimpleNamespace(tie_word_embeddings=True, vocab_size=V, hidden_size=K))
+    V_, how = vllm.vocab_parallel_embedding, {"params_dtype": torch.float32}
+    monkeypatch.setattr(get_current_vllm_config(), "quant_config", config)
+    for rank in range(size):
+        vllm.ranks(rank, size)
+        table, positions = V_.VocabParallelEmbedding(V, K, **how), V_.VocabParallelEmbedding(64, K, **how)
+        head = V_.ParallelLMHead(V, K, prefix="lm_head", **how)
+        assert type(positions.quant_method) in (type(None), getattr(V_, "UnquantizedEmbeddingMethod", None))
+        load(table, q)
+        for layer in (table, head):
+            layer.quant_method.process_weights_after_loading(layer)
+        logits.append(head.tie_weights(table).quant_method.apply(head, x))
+    whole = torch.cat(logits, -1)[:, :V]
+    assert torch.allclose(whole, x @ q.dequantize().T, rtol=1e-4, atol=1e-3)
+    monkeypatch.setattr(get_current_vllm_config(), "quant_config", None)
+    other = V_.VocabParallelEmbedding(V, K, **how)
+    assert not hasattr(other, "lowq"), "another model of the process"
+
+
+@pytest.mark.parametrize("stored", ["rows", "transposed"])
+def test_words_that_vllm_transposes_are_turned_back(vllm, stored):
+    scheme, K = Scheme(4, 32, "float"), 64
+    q, x = random_q(32, K, scheme), torch.randn(2, K)
+    config = config_of({"h.0.attn.c_proj": scheme})
+    how = {"quant_config": config, "params_dtype": torch.float32}
+    layer = vllm.linear.ColumnParallelLinear(K, 32, False, prefix="h.0.attn.c_proj", **how)
+    load(layer, q)
+    if stored == "transposed":
+        layer.weight.data.zero_()
+        layer.weight.weight_loader(layer.weight, pack(q).words.t())
+    layer.quant_method.process_weights_after_loading(layer)
+    assert torch.allclose(layer(x)[0], x @ q.dequantize().T, rtol=1e-4, atol=1e-3)
+
+
+def test_the_names_of_a_layers_parts(vllm):
+    """vLLM's name of a layer, and those that the checkpoint has for it."""
+    scheme = Scheme(4, 32, "float")
+    config = config_of(dict.fromkeys(("l.0.mlp.gate_up_proj", "l.0.mamba.in_proj", "s.q_proj", "s.k_proj", "s.v_proj"), scheme))
+    config.packed_modules_mapping = {"gate_up_proj": ["gate_proj", "up_proj"]}
+    for name in ("l.0.mlp.gate_up_proj", "l.0.mixer.in_proj", "s.qkv_proj"):
+        layer = vllm.linear.ColumnParallelLinear.__new__(vllm.linear.ColumnParallelLinear)
+        assert config.get_quant_method(layer, name).scheme == scheme, name
+    assert not hasattr(config.get_quant_method(layer, "l.0.mlp.down_proj"), "scheme")
+
+
 def test_a_dense_head_is_left_to_vllm(vllm):
     config = config_of({"model.layers.0.one": Scheme(4, 32, "float")}, ["lm_head"])
     head = vllm.vocab_parallel_embedding.ParallelLMHead.__new__(vllm.vocab_parallel_embedding.ParallelLMHead)

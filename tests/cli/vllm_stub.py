@@ -191,10 +191,11 @@ class VocabParallelEmbedding(nn.Module):
     def __init__(self, num_embeddings, embedding_dim, params_dtype=None, *, quant_config=None, prefix=""):
         super().__init__()
         self.org_vocab_size, self.params_dtype = num_embeddings, params_dtype or torch.get_default_dtype()
+        self.embedding_dim = embedding_dim
         own = -(-num_embeddings // 64) * 64 // SIZE
         self.start = min(RANK * own, num_embeddings)
         self.end = min(self.start + own, num_embeddings)
-        self.quant_method = quant_config.get_quant_method(self, prefix)
+        self.quant_method = quant_config.get_quant_method(self, prefix) if quant_config else None
         if self.quant_method is not None:
             self.quant_method.create_weights(
                 self,
@@ -264,8 +265,9 @@ def install() -> None:
                 sys.modules[path].__path__ = []
         for member in members:
             setattr(sys.modules[name], member, getattr(here, member))
-    config = types.SimpleNamespace(additional_config={})  # the rest is asked for on a GPU only
+    config = types.SimpleNamespace(additional_config={}, quant_config=None)  # the rest is asked for on a GPU only
     sys.modules["vllm.config"].get_current_vllm_config = lambda: config
+    sys.modules["vllm.config"].get_current_vllm_config_or_none = lambda: config
     parameter = types.ModuleType("vllm.model_executor.parameter")
     parameter.PackedvLLMParameter = parameter.GroupQuantScaleParameter = ColumnAndRow
     parameter.ChannelQuantScaleParameter, parameter.PerTensorScaleParameter = Column, PerTensor
