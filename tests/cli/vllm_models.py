@@ -51,9 +51,12 @@ _group = itertools.count()
 def _by_classes(folder: Path, ids: list[int], dtype: str) -> torch.Tensor:
     from vllm.forward_context import set_forward_context
 
-    with _model(folder, dtype) as (model, config), torch.inference_mode():
-        with set_forward_context(None, config, num_tokens=len(ids)):
-            return model.compute_logits(model(torch.tensor(ids), torch.arange(len(ids)), None)).float()
+    with (
+        _model(folder, dtype) as (model, config),
+        torch.inference_mode(),
+        set_forward_context(None, config, num_tokens=len(ids)),
+    ):
+        return model.compute_logits(model(torch.tensor(ids), torch.arange(len(ids)), None)).float()
 
 
 @contextmanager
