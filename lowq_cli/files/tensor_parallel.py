@@ -12,8 +12,8 @@ from typing import Any
 from lowq_cli.files.shapes import text_config, whole
 from lowq_packers.scheme import Scheme, fit_group
 
-# families some of whose linear layers vLLM (0.24, 0.32) creates without a quantization config, or by names that no file has
-OTHER_LAYERS = ("falcon_h1", "falcon_mamba", "gemma3n_text", "jamba", "mamba", "minicpm3")
+# families some of whose linear layers vLLM 0.32 makes without a name, or by a name that no checkpoint has
+OTHER_LAYERS = ("falcon_h1", "gemma3n_text", "minicpm3")
 ROW = ("o_proj", "down_proj", "out_proj", "w2", "dense_4h_to_h", "dense")
 
 
@@ -81,7 +81,7 @@ def row_problem(name: str, s: Scheme, K: int, ranks: int) -> str | None:
 
 def family_problem(model_type: str | None) -> str | None:
     """The reason why lowq's plugin for vLLM cannot serve a family; None if it can."""
-    return f"vLLM's {model_type} takes dense linear layers alone; use lowq serve" if model_type in OTHER_LAYERS else None
+    return f"some linear layers of vLLM's {model_type} are always dense; use lowq serve" if model_type in OTHER_LAYERS else None
 
 
 def table_problem(name: str, s: Scheme) -> str | None:

@@ -1,7 +1,7 @@
-"""Ask the quantization config "lowq" for every embedding and head, also where vLLM's model class does not pass it.
+"""Ask the quantization config "lowq" for every embedding, head and linear layer, also where vLLM's class does not pass it.
 
-Half of vLLM's models (Gemma, Cohere, Granite with experts, Mixtral) make their token embedding without a quant_config, and
-some (Mamba 2, Qwen3-Next) their head: vLLM has no packed embedding of its own. They would expect dense tensors of both.
+Half of vLLM's models (Gemma, Cohere, Granite with experts, Mixtral) make their token embedding without a quant_config, some
+(Mamba 2, Falcon-H1) their head, and Mamba its linear layers. They would expect dense tensors of all these.
 """
 
 from collections.abc import Callable
@@ -10,13 +10,14 @@ from inspect import signature
 from typing import Any
 
 from vllm.config import get_current_vllm_config_or_none
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from lowq_cli.vllm_plugin.config import LowqVllmConfig
 
 
 def asking(init: Callable[..., None]) -> Callable[..., None]:
-    """`init` of an embedding, with the checkpoint's quant_config where none is passed and the checkpoint is lowq's."""
+    """`init` of a layer, with the checkpoint's quant_config where none is passed and the checkpoint is lowq's."""
     arguments = signature(init)
 
     @wraps(init)
@@ -32,3 +33,4 @@ def asking(init: Callable[..., None]) -> Callable[..., None]:
 
 
 VocabParallelEmbedding.__init__ = asking(VocabParallelEmbedding.__init__)  # type: ignore[method-assign]  # heads call it too
+LinearBase.__init__ = asking(LinearBase.__init__)  # type: ignore[method-assign]

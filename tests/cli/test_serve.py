@@ -213,9 +213,11 @@ def test_checkpoints_that_only_one_engine_can_serve(family_checkpoints, tmp_path
     table = {"attention": Scheme(4, 16, "none"), "embedding": Scheme(8, 16, "none")}
     mixtral = family_checkpoints("mixtral", "bfloat16", table).packed
     assert str(mixtral) in serving.command(str(mixtral), native=True), "whose class in vLLM expects a dense table"
-    other = shutil.copytree(mixtral, tmp_path / "mamba")
-    (other / "config.json").write_text(json.dumps(json.loads((mixtral / "config.json").read_text()) | {"model_type": "mamba"}))
-    with pytest.raises(UnsupportedError, match="vLLM's mamba takes dense linear layers alone; use lowq serve"):
+    other = shutil.copytree(mixtral, tmp_path / "other")
+    (other / "config.json").write_text(
+        json.dumps(json.loads((mixtral / "config.json").read_text()) | {"model_type": "minicpm3"})
+    )
+    with pytest.raises(UnsupportedError, match="some linear layers of vLLM's minicpm3 are always dense; use lowq serve"):
         serving.command(str(other), native=True)
     folders = family_checkpoints("llama", "bfloat16", FLOAT)
     with pytest.raises(UnsupportedError, match="it has none for these schemes"):

@@ -26,9 +26,11 @@ pytestmark = [
 ]
 BF16 = 1.2e-2  # as of a kernel's product
 IDS = [1, 17, 42, 99, 7, 3, 150, 23, 64, 5]
-REFUSED = dict.fromkeys(OTHER_LAYERS, "dense linear layers alone") | {"gpt_oss": "all of an expert's weights packed"}
+REFUSED = dict.fromkeys(OTHER_LAYERS, "are always dense") | {"gpt_oss": "all of an expert's weights packed"}
 LEFT_OUT = {  # the rest of vLLM's families
-    **dict.fromkeys(("deepseek_v2", "olmoe", "qwen3_next", "dbrx"), "its head is never tied: vLLM's class has no word for it"),
+    **dict.fromkeys(
+        ("deepseek_v2", "jamba", "olmoe", "qwen3_next", "dbrx"), "its head is never tied: vLLM's class has no word for it"
+    ),
     **dict.fromkeys(("deepseek_v4", "hrm_text", "hy_v4"), "lowq does not quantize what transformers saves of it"),
 }
 MORE = {"lfm2": {"block_dim": 64, "conv_dim": 64}, "falcon": {"ffn_hidden_size": 256}}  # what vLLM reads of published configs
