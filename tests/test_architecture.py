@@ -26,7 +26,7 @@ FLOORS = {  # of each package, the ground first: a folder or file imports from t
         *("scheme", "arch", "heads", "bitstream", "tables", "fp8", "qtensor", "layouts", "formats"),
     ),
     "lowq_kernels": (
-        *("gpu", "optional", "workspaces", "counters", "graphs", "activations", "triton_rounding", "tuned"),
+        *("gpu", "optional", "workspaces", "counters", "graphs", "activations", "rounding_triton", "tuned"),
         *("dispatch", "cuda", "products", "fp8", "gptq", "modules", "decode"),
     ),
     "lowq_cli": (
@@ -39,7 +39,7 @@ FLOORS = {  # of each package, the ground first: a folder or file imports from t
     ),
 }
 CLIMBS: dict[tuple[str, str], str] = {}  # (importer, imported), both module names -> why this arrow may go up
-BUDGET = 87_410
+BUDGET = 87_417
 SOURCES = [(package, path) for package, folder in FOLDERS.items() for path in sorted((ROOT / folder).rglob("*.py"))]
 
 

@@ -19,7 +19,7 @@ from lowq_kernels.decode import kv
 from lowq_kernels.decode.kv import Cache, Coded
 from lowq_kernels.decode.reference import Heads
 from lowq_kernels.gpu import capability, since
-from lowq_kernels.triton_rounding import to_bf16
+from lowq_kernels.rounding_triton import to_bf16
 
 NUMBERS = {"16": 0, "fp8": 8, "4": 4}
 HEADS_AT_ONCE = 16  # rows per matrix product

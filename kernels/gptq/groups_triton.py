@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lowq_kernels.triton_rounding import rounded
+from lowq_kernels.rounding_triton import rounded
 
 MOST = 1024  # max. weights per group: one program then holds one group
 VALUES = 512  # weights per program in groups of up to 512. Zeros "int", g64, sm_90: 128 registers a thread, 240 with 1024

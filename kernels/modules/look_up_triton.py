@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lowq_kernels.triton_rounding import rounded
+from lowq_kernels.rounding_triton import rounded
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import CHUNK, ROWS, WORDS
 

@@ -41,8 +41,9 @@ NOT_CALIBRATED = ("head", "embedding", "router", "vision", "projector", "audio")
 HEAD_BITS = {2: 4, 4: 8}
 # Bits of an embedding that is also the head. With 4-bit layers they change the KL divergence by 0.0002 or less
 # (benchmarks/notes/accuracy.md). A step of a 1B takes 59 ms of a core instead of 84 (benchmarks/notes/cpu.md), and an H200
-# decodes it 1.19 times as fast (benchmarks/notes/decode.md). These and heads of 8 bits have no zeros unless asked for, so that
-# GGUF and MLX hold them exactly; the KL divergence is 0.00009 instead of 0.00006 (base, g64; benchmarks/notes/accuracy.md).
+# decodes it 1.19 times as fast (benchmarks/notes/decode.md). These and heads of 8 bits have no zeros unless the
+# method fits some, so that GGUF and MLX hold them exactly; the KL divergence is 0.00009 instead of 0.00006 (base, g64;
+# benchmarks/notes/accuracy.md).
 TIED_BITS = 8
 EXAMPLE = {"max_kl": "0.02 nats per token", "max_ppl": "1%", "tokens_per_s": "30"}
 BUDGETS = ("bpw", "size", "max_kl", "max_ppl")  # fields that replace `bits`
@@ -62,7 +63,7 @@ class Recipe:
         method: a file of `quantizers`, or "auto": the best measured method of each width.
         zero: kind of zero.
         layout: order of the words in the files; "auto" = rowstream, which every device repacks while loading; CUDA kernels read
-            "tile" and CPU kernels read "cpu" without repacking (experts, odd row counts and in "tile" embeddings are not).
+            "tile" and CPU kernels read "cpu" without repacking (experts and odd row counts are not).
         lm_head: bits of the output head, or "keep"; "auto" is 8 without zeros with layers of 4 and 3 bits, 4 with fewer; a tied
             head has the embedding's.
         embedding: bits of the input embedding, or "keep"; a tied embedding is also the head. "auto" is 8 without
@@ -222,7 +223,8 @@ class Recipe:
         if t and bits in t.bits:
             return t.scheme(bits, group)
         plain = bits == 8 and {"head": self.lm_head, "embedding": self.embedding}.get(kind) == "auto"
-        return Scheme(bits, group, "none" if plain else self.zero)
+        needed = self.method != "auto" and quantizers.moves_zeros(self.method)
+        return Scheme(bits, group, "none" if plain and not needed else self.zero)
 
     def _check_table(self) -> None:
         t = self.table

@@ -65,11 +65,16 @@ def get(name: str | None) -> Quantize:
     return quantize
 
 
+def moves_zeros(name: str) -> bool:
+    """Whether a method needs zeros, which it fits: its file says MOVES_ZERO."""
+    return _says(name, "MOVES_ZERO")
+
+
 def check_scheme(name: str, scheme: "Scheme") -> None:
     """Raise SchemeError if a method needs a zero that the scheme does not have, or does not support its table."""
     if scheme.table and not _says(name, "TABLES"):
         raise SchemeError(f"{name} fits evenly spaced values, not the table {scheme.table}; use --method {DEFAULT[4]}")
-    if _says(name, "MOVES_ZERO") and scheme.zero == "none":
+    if moves_zeros(name) and scheme.zero == "none":
         raise SchemeError(f'{name} moves the zero, and zero="none" has none; use --zero float, or --method rtn')
 
 

@@ -71,6 +71,10 @@ def test_the_head_gets_8_bits_below_a_body_of_4_unless_it_is_the_embedding(plan_
     assert result.get("lm_head") == (head and Scheme(head, 32, zero))
 
 
+def test_a_head_keeps_the_zeros_that_its_method_fits(plan_of):
+    assert schemes(plan_of(bits=4, group=32, method="hqq"))["lm_head"] == Scheme(8, 32, "float")
+
+
 def test_the_planned_config_expands_to_the_planned_schemes(plan_of):
     for family in ("llama", "gpt2", "mixtral", "qwen3-moe", "phi3"):
         plan = plan_of(family, group=16, overrides=["layers.0=8", "c_fc=8"][family == "gpt2" :][:1], lm_head=8)
