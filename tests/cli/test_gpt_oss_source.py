@@ -46,6 +46,7 @@ def test_by_default_experts_stay_bit_for_bit_and_the_rest_gets_8_bits(published,
     assert set(experts.values()) == {"4-bit g32 e2m1/e8m0"}
     rest = {n: s for n, s in schemes.items() if n not in experts}
     assert len(rest) == 2 * 4 + 1
+    assert rest.pop("lm_head") == "8-bit g64 none zero"
     assert set(rest.values()) == {"8-bit g64"}
     assert all(t["rel_error"] == 0 for t in report if t["name"] in experts)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.float32)
