@@ -6,8 +6,11 @@ Triton's interpreter cuts the bits of bf16 off, so kernels that shall agree with
 # mypy: allow-untyped-defs
 # (the arguments of a Triton kernel are pointers and blocks, which Python's types do not name)
 
+import torch
 import triton
 import triton.language as tl
+
+DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}  # torch's -> Triton's
 
 
 @triton.jit

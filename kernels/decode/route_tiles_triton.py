@@ -15,11 +15,10 @@ Source  own
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowq_kernels import gpu
 from lowq_kernels.decode import router
-from lowq_kernels.decode.launch import pdl
+from lowq_kernels.decode.launch import launch_next, overlap, pdl, wait
 from lowq_kernels.decode.route import FEW, RouteCall, Routing
 from lowq_kernels.decode.route_triton import facts_of, select_experts
 from lowq_kernels.dispatch.registry import ANY_M, FLOATS, Config, register
@@ -40,14 +39,12 @@ def _parts_kernel(
     experts, rows = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_M)
     part = tl.program_id(1)
     here = part * SPAN + tl.arange(0, SPAN)
-    if TRIGGER:
-        gdc_launch_dependents()
+    launch_next(TRIGGER)
     known, inside = experts < E, here < H
     w = tl.load(
         router_ptr + experts[None, :].to(tl.int64) * H + here[:, None], mask=known[None, :] & inside[:, None], other=0.0
     )
-    if PDL:
-        gdc_wait()
+    wait(PDL)
     x = tl.load(x_ptr + rows[:, None].to(tl.int64) * H + here[None, :], mask=(rows < M)[:, None] & inside[None, :], other=0.0)
     sums = tl.dot(x, w)
     tl.store(parts_ptr + (part * M + rows[:, None]) * E + experts[None, :], sums, mask=(rows < M)[:, None] & known[None, :])
@@ -61,10 +58,7 @@ def _choice_kernel(
     TOP2: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr, TRIGGER: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    if TRIGGER:
-        gdc_launch_dependents()
-    if PDL:
-        gdc_wait()
+    overlap(PDL, TRIGGER)
     select_experts(
         parts_ptr + row * E, tl.num_programs(0) * E, bias_ptr, router_ptr, choice_ptr, each_ptr, x_ptr, ids_ptr, weights_ptr,
         row, sum_eps, factor, PARTS, BIAS, E, TOP_K, NORMALISE, ROUND, BEYOND, SIGMOID, CHOICE, GROUPS, KEPT, TOP2, EACH,

@@ -19,9 +19,8 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowq_kernels.decode.launch import pdl
+from lowq_kernels.decode.launch import launch_next, pdl, wait
 from lowq_kernels.decode.route import FEW, Routing, by_definition
 from lowq_kernels.dispatch.registry import Config, register
 
@@ -150,12 +149,10 @@ def _route_kernel(
 ):  # fmt: skip
     row = tl.program_id(1).to(tl.int64)
     experts, offs_h = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_H)
-    if TRIGGER:
-        gdc_launch_dependents()
+    launch_next(TRIGGER)
     rows = router_ptr + experts[:, None].to(tl.int64) * H
     w = tl.load(rows + offs_h[None, :], mask=(experts < E)[:, None] & (offs_h < H)[None, :], other=0.0)
-    if PDL:
-        gdc_wait()
+    wait(PDL)
     acc = tl.zeros((BLOCK_E, BLOCK_H), tl.float32)
     squares = tl.zeros((BLOCK_H,), tl.float32)
     for start in range(0, H, BLOCK_H):

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lowq_kernels.rounding_triton import rounded
+from lowq_kernels.rounding_triton import DTYPES, rounded
 from lowq_packers.layouts import PackedWeight
 from lowq_packers.layouts.tile import CHUNK, ROWS, WORDS
 
@@ -75,7 +75,6 @@ def look_up(p: PackedWeight, ids: torch.Tensor, dtype: torch.dtype, factor: floa
             ids, p.words, p.scales, p.scales if p.zeros is None else p.zeros, y, p.N, p.K, s.groups(p.K), p.words.shape[1],
             factor,
             LAYOUT=LAYOUTS.index(p.layout), BITS=s.bits, SIZE=s.group_size, ZEROS=p.zeros is not None, MIDDLE=float(s.mid),
-            DTYPE={torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[dtype],
-            CHUNK=CHUNK[s.bits], WORDS=WORDS[s.bits], BLOCK=block, num_warps=4, enable_fp_fusion=False,
+            DTYPE=DTYPES[dtype], CHUNK=CHUNK[s.bits], WORDS=WORDS[s.bits], BLOCK=block, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return y

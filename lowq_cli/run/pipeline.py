@@ -194,7 +194,7 @@ def _write(
         shard, item, before = task
         file = files[shard.name]
         began = time.monotonic()
-        values = calibration.values(item) if calibration else None
+        values = calibration.values(item) if calibration and not before else None
         if before:
             outcome: Outcome | None = None
         elif item.scheme is None:

@@ -51,9 +51,8 @@ def quantize_matrix(
         step = max(1, step // 2 // item.scheme.block_rows) * item.scheme.block_rows
     crc, at = [0] * len(item.outputs), [0] * len(item.outputs)
     squared_error = squared_norm = lost = 0.0
-    rows, unit = read_rows(item, source), get(item.layout).row_step
-    if values is not None:
-        rows = lambda first, last: values.reshape(item.shape)[first:last]  # noqa: E731
+    rows = read_rows(item, source) if values is None else lambda first, last: values.reshape(item.shape)[first:last]
+    unit = get(item.layout).row_step
     if quantizer is None:
         quantizer = quantizers.get(item.method)
         if item.scheme.table and item.method:
