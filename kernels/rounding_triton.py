@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}  # torch's -> Triton's
+# torch's dtype -> Triton's; None: fp32
+DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32, None: tl.float32}
 
 
 @triton.jit

@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 
 from lowq_kernels.gptq.groups_triton import MOST as MOST  # asked of every implementation
-from lowq_kernels.gptq.groups_triton import ROUNDER, STORED, VALUES, operands, read, stored
+from lowq_kernels.gptq.groups_triton import ROUNDER, VALUES, operands, read, stored
+from lowq_kernels.rounding_triton import DTYPES
 
 NONE, INT, FLOAT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # kinds of zeros
 KINDS = {"none": 0, "int": 1, "float": 2}
@@ -162,7 +163,7 @@ def fit_grid_triton(
     with torch.cuda.device_of(groups):  # Triton launches on the current device
         _fit_grid_kernel[(triton.cdiv(scales.numel(), rows),)](
             groups, groups if weights is None else weights, scales, scales if zeros is None else zeros, *sizes,
-            TOP=(1 << bits) - 1, KIND=KINDS[zero], WEIGHTED=weights is not None, DTYPE=STORED[dtype],
+            TOP=(1 << bits) - 1, KIND=KINDS[zero], WEIGHTED=weights is not None, DTYPE=DTYPES[dtype],
             LIMIT=torch.finfo(dtype or torch.float32).max, SMALLEST=search.smallest,
             SECOND=search.shares[0], THIRD=search.shares[1], SIGMA=search.sigma, ITERS=search.iters,
             TINY=search.tiny, MAX_ZERO=search.max_zero, MID=search.mid,

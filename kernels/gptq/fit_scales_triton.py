@@ -19,8 +19,9 @@ import triton
 import triton.language as tl
 
 from lowq_kernels.gptq.groups_triton import MOST as MOST  # asked of every implementation
-from lowq_kernels.gptq.groups_triton import ROUNDER, STORED, VALUES, operands, read, stored
+from lowq_kernels.gptq.groups_triton import ROUNDER, VALUES, operands, read, stored
 from lowq_kernels.gptq.table_triton import loaded, nearest
+from lowq_kernels.rounding_triton import DTYPES
 
 FLOAT, E4M3, E8M0 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # kinds of scales
 KINDS = {"float": 0, "e4m3": 1, "e8m0": 2}
@@ -171,7 +172,7 @@ def fit_scales_triton(
             wide if search.factor is None else search.factor, scales, wide, q,
             *sizes,
             KIND=KINDS[search.scale], LEVELS=len(search.values), WEIGHTED=weights is not None,
-            SCALED=search.factor is not None, MIRRORED=int(search.mirrored), DTYPE=STORED[search.dtype],
+            SCALED=search.factor is not None, MIRRORED=int(search.mirrored), DTYPE=DTYPES[search.dtype],
             LIMIT=torch.finfo(search.dtype or torch.float32).max, SMALLEST=search.smallest,
             SECOND=search.shares[1], THIRD=search.shares[2], FITS=search.fits,
             TRIES=3 * search.fits if search.scale == "float" else len(search.tried),

@@ -10,11 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from lowq_kernels.rounding_triton import DTYPES, rounded
+from lowq_kernels.rounding_triton import rounded
 
 MOST = 1024  # max. weights per group: one program then holds one group
 VALUES = 512  # weights per program in groups of up to 512. Zeros "int", g64, sm_90: 128 registers a thread, 240 with 1024
-STORED: dict[torch.dtype | None, tl.dtype] = {**DTYPES, None: tl.float32}
 # Added and taken away again, this rounds a float of 0 .. 255 to the nearest whole number, of two the even one: as torch does.
 ROUNDER = tl.constexpr(1.5 * 2**23)
 
