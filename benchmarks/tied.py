@@ -1,11 +1,11 @@
 """Measure an embedding that is also the head in 16 and in 8 bits, in lowq's server engine. benchmarks/results/<gpu>/tied.json.
 
-    python benchmarks/tied.py --work /dev/shm/x [--shapes 1b,0.6b] [--out FILE]
+    python benchmarks/tied.py --work /dev/shm/x [--shapes 1b,0.6b,262k] [--out FILE]
 
-Shapes of Llama 3.2 1B and Qwen3 0.6B as Llamas of random weights, 4 bits g128 of `lowq quantize --method rtn`, all layers. Each
-checkpoint is served in a process of its own. A row: tokens/s of 1, 8 and 64 sequences, from answers of two lengths, so prompts
-(128 tokens) drop out. weights_gb: of the files. loaded_gb, peak_gb: of the GPU memory that torch allocated, when the model was
-loaded and at most, the cache of CACHE_TOKENS included.
+Llamas of random weights with the shapes of Llama 3.2 1B, Qwen3 0.6B and about Gemma 3 1B, 4 bits g128 of `lowq quantize
+--method rtn`, all layers. Each checkpoint is served in a process of its own. A row: tokens/s of 1, 8 and 64 sequences, from
+answers of two lengths, so prompts (128 tokens) drop out. weights_gb: of the files. loaded_gb, peak_gb: of the GPU memory that
+torch allocated, when the model was loaded and at most, the cache of CACHE_TOKENS included.
 """
 
 import argparse
@@ -30,7 +30,11 @@ from lowq_cli.serving.engines import engine_of
 from lowq_cli.serving.request import Event, Request
 
 Row = dict[str, Any]
-SHAPES = {"1b": (16, 2048, 8192, 128256), "0.6b": (28, 1024, 3072, 151936)}  # layers, widths, vocabulary
+SHAPES = {  # layers, widths, vocabulary
+    "1b": (16, 2048, 8192, 128256),
+    "0.6b": (28, 1024, 3072, 151936),
+    "262k": (26, 1024, 6912, 262144),  # about Gemma 3 1B, whose width is no multiple of a Llama's heads
+}
 BITS = ("keep", "8")
 BATCHES, PROMPT, NEW, REPEATS = (1, 8, 64), 128, (32, 288), 3
 CACHE_TOKENS = 64 * 448
