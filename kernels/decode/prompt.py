@@ -32,6 +32,8 @@ CONFIG = {"BLOCK_M": reference.TILE, "BLOCK_N": 64, "num_warps": 8, "num_stages"
 # for heads past 128 dims, whose tiles are twice as large
 WIDE = {"BLOCK_M": reference.TILE // 2, "BLOCK_N": 32, "num_warps": 8, "num_stages": 2}
 WIDEST = {"BLOCK_M": reference.TILE // 2, "BLOCK_N": 16, "num_warps": 8, "num_stages": 2}  # past 256
+FP32 = {"BLOCK_N": 16, "num_stages": 1}  # beside those: 128 rows of 128 dims take 64 KB, and a small GPU's block has 99 KB
+FP32_MOST = 256  # dims: 64 rows of 512 would take 196 KB
 HEADS_AT_ONCE = 8
 SIZES = ["T", "start", "S", "WIDTH", "window", "chunk"]
 
@@ -110,7 +112,7 @@ def _block(
     else:
         k = tl.load(k_head + tile, mask=(offs_d < D)[None, :], other=0.0)
         v = tl.load(v_head + tile, mask=(offs_d < D)[None, :], other=0.0)
-    score = tl.dot(q, tl.trans(k))
+    score = tl.dot(q, tl.trans(k), input_precision="ieee")  # of fp32 operands: in three parts of tf32 they would take twice the shared memory
     if KV:
         score = score * k_step[None, :] + q_sum[:, None] * k_low[None, :]
     if CAPPED:
@@ -129,7 +131,7 @@ def _block(
     if KV:
         rest = rest * fade + tl.sum(p * v_low[None, :], 1)
         p = p * (v_step * UNIT)[None, :]
-    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
+    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
     return acc, higher, total, page, rest
 
 
@@ -283,7 +285,13 @@ def _launch(
     return spec.launch(y, k_cache, v_cache, p, h, sizes, config or by_dispatch)
 
 
-@register("triton/prompt", op="prompt", rank=40, refuse=refuse)
+def _refuse(call: PromptCall) -> str | None:
+    """Why the kernel does not take a call, or None."""
+    fits = call.dtype != torch.float32 or call.D <= FP32_MOST
+    return refuse(call) if fits else f"takes heads of up to {FP32_MOST} in float32, not D={call.D}"
+
+
+@register("triton/prompt", op="prompt", dtypes=(torch.float16, torch.bfloat16, torch.float32), rank=40, refuse=_refuse)
 def attend(
     y: torch.Tensor, k_cache: Cache, v_cache: Cache, p: Packed | None, h: Heads, sizes: Sizes, config: Config
 ) -> torch.Tensor:
@@ -291,7 +299,8 @@ def attend(
     T, start, S, width = sizes
     facts = {"HQ": h.HQ, "D": h.D, "BLOCK_D": padded(h.D), "PAGE": 0 if p is None else S}
     of_tokens = (None, None, None, None) if p is None else (p.rows, p.pos, p.table, p.tiles)
-    tuned = config or (CONFIG if h.D <= 128 else WIDE if h.D <= 256 else WIDEST)
+    tuned = CONFIG if h.D <= 128 else WIDE if h.D <= 256 else WIDEST
+    tuned = config or (tuned | FP32 if y.dtype == torch.float32 else tuned)
     grid = (y.shape[0] // T * h.HQ, triton.cdiv(T, tuned["BLOCK_M"])) if p is None else (h.HQ, p.tiles.shape[0])
     longest = start + T if p is None else S * width
     if p is not None:  # a block of keys lies in one block of the cache; S: its slots, of all key heads

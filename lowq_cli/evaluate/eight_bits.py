@@ -17,7 +17,7 @@ from lowq_cli.engine.prompts import encode
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.tokenizer import LoadedTokenizer
 from lowq_cli.evaluate.logits import logits_of, warm_reading
-from lowq_cli.hf.activations import mixtures, quantized_linears, set_activations
+from lowq_cli.hf.activations import linears_by_name, mixtures, set_activations
 from lowq_cli.hf.experts import QuantExperts
 from lowq_cli.models import CausalModel
 from lowq_kernels.activations import STEPS, check_act
@@ -93,7 +93,7 @@ def choose(model: CausalModel, ids: torch.Tensor, limit: float = LIMIT) -> Choic
     """
     set_activations(model, "none")
     names = {m: n for n, m in model.named_modules()}
-    layers: dict[str, Layer] = {names[m]: m for m in quantized_linears(model) if not m.in_blocks}
+    layers: dict[str, Layer] = {name: m for name, m in linears_by_name(model).items() if not m.in_blocks}
     layers |= {names[m]: m for m in mixtures(model)}
     warm_reading(model, ids.numel())
     expected = _log_probabilities(model, ids)

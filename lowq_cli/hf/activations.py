@@ -5,6 +5,7 @@ from typing import TypeVar
 from lowq_cli.hf.embedding import TiedHead
 from lowq_cli.hf.experts import QuantExperts
 from lowq_cli.models import CausalModel
+from lowq_kernels.modules.joined import JoinedRows
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.errors import UsageError
 from lowq_packers.scheme import Act
@@ -12,10 +13,22 @@ from lowq_packers.scheme import Act
 AnyModel = TypeVar("AnyModel", bound=CausalModel)
 
 
+def linears_by_name(model: CausalModel) -> dict[str, QuantLinear]:
+    """The packed and fp8 linear layers without the output head, whose rounding would change every logit.
+
+    Layers that a decoder has joined are one, by the name of the first.
+    """
+    head, found = model.get_output_embeddings(), dict[QuantLinear, str]()
+    for name, m in model.named_modules():
+        layer = m.whole if isinstance(m, JoinedRows) else m
+        if isinstance(layer, QuantLinear) and layer is not head and not isinstance(layer, TiedHead):
+            found.setdefault(layer, name)
+    return {name: layer for layer, name in found.items()}
+
+
 def quantized_linears(model: CausalModel) -> list[QuantLinear]:
-    """The packed and fp8 linear layers without the output head, whose rounding would change every logit."""
-    head = model.get_output_embeddings()
-    return [m for m in model.modules() if isinstance(m, QuantLinear) and m is not head and not isinstance(m, TiedHead)]
+    """The layers of `linears_by_name`."""
+    return list(linears_by_name(model).values())
 
 
 def mixtures(model: CausalModel) -> list[QuantExperts]:

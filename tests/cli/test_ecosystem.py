@@ -14,6 +14,7 @@ from checkpoints import FAMILIES, SCHEMES, write_dense, write_packed
 from safetensors.torch import load_file, save_file
 
 import lowq
+from lowq_cli.hf.activations import quantized_linears, set_activations
 from lowq_cli.hf.embedding import QuantEmbedding
 from lowq_cli.hf.experts import QuantExperts
 from lowq_kernels.modules.joined import JoinedRows
@@ -25,9 +26,9 @@ PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 HEADS = ("AutoModel", "AutoModelForSequenceClassification", "AutoModelForTokenClassification")
 
 
-def outputs(model) -> torch.Tensor:
+def outputs(model, ids=IDS) -> torch.Tensor:
     with torch.no_grad():
-        return model(IDS)[0].float()
+        return model(ids)[0].float()
 
 
 def opened(folder, cls: str = "AutoModelForCausalLM", **how):
@@ -88,6 +89,20 @@ def test_a_model_that_a_decoder_joined_the_layers_of_is_dequantized(family_check
     decoder_of(model)
     assert any(isinstance(m, JoinedRows) for m in model.modules())
     assert torch.allclose(outputs(model.dequantize()), outputs(opened(c.dequantized)), atol=1e-5)
+
+
+@pytest.mark.parametrize("act", ["int8", "fp8"])
+def test_layers_that_a_decoder_has_joined_round_their_activations_too(family_checkpoints, act):
+    packed = family_checkpoints("qwen2").packed
+    from lowq_cli.engine.decoders import decoder_of
+
+    ids, joined = IDS.repeat(1, 20), opened(packed)  # steps, products of up to 128 rows, are exact
+    exact, expected = outputs(joined, ids), outputs(set_activations(opened(packed), act), ids)
+    decoder_of(joined)
+    assert any(isinstance(m, JoinedRows) for m in joined.modules())
+    assert torch.allclose(outputs(set_activations(joined, act), ids), expected, atol=1e-5)
+    assert not torch.allclose(exact, expected, atol=1e-5)
+    assert {m.act for m in quantized_linears(joined)} == {act}
 
 
 def test_dequantized_in_the_dtype_that_was_asked_for(family_checkpoints):

@@ -20,6 +20,7 @@ from lowq_kernels.decode.router import RouterFacts, route_by
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.float16
 TOLERANCE = 2e-3
+EACH_DTYPE = pytest.mark.parametrize(("dtype", "tolerance"), [(DTYPE, TOLERANCE), (torch.float32, 1e-5)], ids=["fp16", "fp32"])
 
 
 @pytest.fixture(autouse=True)
@@ -199,25 +200,26 @@ PASSES = {
 }
 
 
+@EACH_DTYPE
 @pytest.mark.parametrize("name", PASSES)
-def test_attend_prompt(name):
+def test_attend_prompt(name, dtype, tolerance):
     """Passes over prompts of two sequences, each from where the last one ended."""
     config = {"BLOCK_M": 32, "BLOCK_N": 16, "num_warps": 4, "num_stages": 2}  # several blocks of prompts that are short
     HQ, HKV, D, R = ATTENTION[name][:4]
-    h = attention_case(name)[-1]
+    h = attention_case(name, dtype)[-1]
     S = PASSES[name][-1][1] + 7
     angles = torch.rand(S, R // 2).repeat(1, 2) * 6
-    tables = angles.cos().to(DEVICE, DTYPE), angles.sin().to(DEVICE, DTYPE)
-    ours, theirs = ([torch.zeros(2, HKV, S, D, dtype=DTYPE, device=DEVICE) for _ in range(2)] for _ in range(2))
+    tables = angles.cos().to(DEVICE, dtype), angles.sin().to(DEVICE, dtype)
+    ours, theirs = ([torch.zeros(2, HKV, S, D, dtype=dtype, device=DEVICE) for _ in range(2)] for _ in range(2))
     for start, end in PASSES[name]:
         for cache in ours:
             cache[:, :, start:] = float("nan")  # nothing past the text so far may be read
-        qkv = randn(2, end - start, (HQ + 2 * HKV) * D)
+        qkv = randn(2, end - start, (HQ + 2 * HKV) * D, dtype=dtype)
         y = prompt.attend_prompt(qkv, *ours, start, *tables, h, config)
         expected = reference.attend_prompt(qkv, *theirs, start, *tables, h)
-        assert error(y, expected) < TOLERANCE
+        assert error(y, expected) < tolerance
         for cache, truth in zip(ours, theirs, strict=True):
-            assert error(cache[:, :, :end], truth[:, :, :end]) < TOLERANCE
+            assert error(cache[:, :, :end], truth[:, :, :end]) < tolerance
             assert cache[:, :, end:].isnan().all()
 
 
@@ -236,19 +238,20 @@ PIECES = {  # tokens of each sequence that were there before, and those that are
     ("name", "page"),
     [("llama", 16), ("qwen3", 64), ("phi3", 64), ("window", 16), ("sinks", 16), ("capped", 16), ("chunks", 64)],
 )
-def test_attend_packed(name, page):
+@EACH_DTYPE
+def test_attend_packed(name, page, dtype, tolerance):
     """Pieces of several texts in one pass, by the kernel and by the reference, each as that text's own prompt would be."""
     config = {"BLOCK_M": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2}
     HQ, HKV, D, R = ATTENTION[name][:4]
-    h, pieces = attention_case(name)[-1], PIECES[name]
+    h, pieces = attention_case(name, dtype)[-1], PIECES[name]
     S = max(start + new for start, new in pieces)
     angles = torch.rand(S, R // 2).repeat(1, 2) * 6
-    turned = angles.cos().to(DEVICE, DTYPE), angles.sin().to(DEVICE, DTYPE)
-    caches = [randn(len(pieces), HKV, S, D) for _ in range(2)]
+    turned = angles.cos().to(DEVICE, dtype), angles.sin().to(DEVICE, dtype)
+    caches = [randn(len(pieces), HKV, S, D, dtype=dtype) for _ in range(2)]
     for b, (start, _) in enumerate(pieces):
         for cache in caches:
             cache[b, :, start:] = float("nan")
-    qkv = randn(sum(new for _, new in pieces) + 3, (HQ + 2 * HKV) * D)
+    qkv = randn(sum(new for _, new in pieces) + 3, (HQ + 2 * HKV) * D, dtype=dtype)
     rows, pos, tiles, expected, truth = [], [], [], [], []
     for b, (start, new) in enumerate(pieces):
         own = [c[b : b + 1].nan_to_num() for c in caches]
@@ -266,10 +269,10 @@ def test_attend_packed(name, page):
         p = reference.Packed(table, *(torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in filled))
         y = attend(qkv, *pools, p, *turned, h)
         assert y.isfinite().all()
-        assert error(y[: len(pos)], torch.cat(expected)) < TOLERANCE
+        assert error(y[: len(pos)], torch.cat(expected)) < tolerance
         for i, pool in enumerate(pools):
             for b, (start, new) in enumerate(pieces):
-                assert error(collected(pool, table)[b, :, : start + new], truth[b][i][0, :, : start + new]) < TOLERANCE
+                assert error(collected(pool, table)[b, :, : start + new], truth[b][i][0, :, : start + new]) < tolerance
                 assert collected(pool, table)[b, :, start + new :].isnan().all()
 
 

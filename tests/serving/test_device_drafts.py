@@ -83,8 +83,8 @@ def made(kind, folder, device="cpu", dtype="float32"):
     return model, ModelDrafter(plan_of(native(folder / "other", torch.device(device))), "another", pub.VOCAB)
 
 
-# families whose passes are recorded in fp32, too; others are compared in half precision, below
-ELSEWHERE = ("MTP of deepseek_v3", "MTP of glm4_moe")
+# on a GPU in fp32; others are compared in half precision, below
+ELSEWHERE = ("EAGLE-3", "MTP of deepseek_v3", "MTP of glm4_moe")
 
 
 @pytest.fixture(scope="module", params=[*KINDS, *(pytest.param(f"{kind}, on a GPU", marks=ON_GPU) for kind in ELSEWHERE)])

@@ -89,8 +89,8 @@ def knowing(client, answers, seed=0, ahead=False):
 
 
 IN_TURN = ("llama, launched ahead", "gemma3_text, launched ahead")
-# those whose passes with prompts are recorded in fp32, too
 ON_GPU_KINDS = {
+    "llama": KINDS["llama"],
     "deepseek_v2": {
         "q_lora_rank": None, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
         "first_k_dense_replace": 2, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
