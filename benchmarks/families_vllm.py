@@ -18,7 +18,6 @@ import argparse
 import fcntl
 import json
 import os
-import queue
 import random
 import statistics
 import subprocess
@@ -35,11 +34,11 @@ from typing import Any
 import torch
 from families_speed import random_model, sizes
 from pages import results_of
+from serve_load import Asked
+from serve_own import Engine
 from transformers import AutoConfig
 
 from lowq_cli.interop import vllm_speed
-from lowq_cli.serving.engines import engine_of
-from lowq_cli.serving.request import Event, Request
 
 Row = dict[str, Any]
 # Family -> the number of layers to measure, the class that vLLM runs, and the group size, which is 64 where a width is not a
@@ -189,23 +188,12 @@ def lowq_engine(name: str, args: argparse.Namespace) -> tuple[Ask, Row]:
     if own := embedding_of(name):
         with torch.no_grad():
             model.get_input_embeddings().weight.normal_(0, own)
-    engine = engine_of(model, 2 * max(BATCHES), running=max(BATCHES), cache_tokens=CACHE_TOKENS)
-    events: queue.SimpleQueue[list[tuple[int, Event]]] = queue.SimpleQueue()
-    engine.start(events.put)
+    engine = Engine(model, running=max(BATCHES), cache_tokens=CACHE_TOKENS)
 
     def ask(prompts: Answers, new: int) -> Answers:
-        numbers = [engine.submit(Request(tuple(ids), new)) for ids in prompts]
-        found: dict[int, list[int]] = {n: [] for n in numbers}
-        left = set(numbers)
-        while left:
-            for n, e in events.get(timeout=120):
-                if e.finish_reason == "error":
-                    raise RuntimeError(e.message)
-                found[n] += [e.token] if e.token is not None else []
-                left -= {n} if e.finish_reason else set()
-        return [found[n] for n in numbers]
+        return engine.answers([Asked(i, ids, new) for i, ids in enumerate(prompts)])
 
-    how = {"engine_name": engine.name, "reason": engine.reason, "lowq": version("lowq")}
+    how = {"engine_name": engine.engine.name, "reason": engine.engine.reason, "lowq": version("lowq")}
     return ask, how | {"start_s": time.perf_counter() - began, "weights_gb": sum(held.values()) / 1e9}
 
 

@@ -10,7 +10,6 @@ torch allocated, when the model was loaded and at most, the cache of CACHE_TOKEN
 
 import argparse
 import json
-import queue
 import random
 import subprocess
 import sys
@@ -23,11 +22,11 @@ from typing import Any
 import torch
 from pages import results_of
 from quantize_cost import llama_config, write_model
+from serve_load import Asked
+from serve_own import Engine
 
 from lowq_cli.engine import native_loader
 from lowq_cli.files.source import open_source
-from lowq_cli.serving.engines import engine_of
-from lowq_cli.serving.request import Event, Request
 
 Row = dict[str, Any]
 SHAPES = {  # layers, widths, vocabulary
@@ -45,23 +44,16 @@ def measured(folder: Path) -> Row:
     with open_source(str(folder)) as source:
         model = native_loader.read(source, torch.device("cuda"))
     loaded = torch.cuda.memory_allocated()
-    engine = engine_of(model, 2 * max(BATCHES), running=max(BATCHES), cache_tokens=CACHE_TOKENS)
-    events: queue.SimpleQueue[list[tuple[int, Event]]] = queue.SimpleQueue()
-    engine.start(events.put)
+    engine = Engine(model, running=max(BATCHES), cache_tokens=CACHE_TOKENS)
     rng = random.Random(0)
 
     def seconds(batch: int, new: int) -> float:
-        prompts = [tuple(rng.randrange(3, 8000) for _ in range(PROMPT)) for _ in range(batch)]
-        began, left = time.perf_counter(), batch
-        for prompt in prompts:
-            engine.submit(Request(prompt, new))
-        while left:
-            for _, e in events.get(timeout=60):
-                assert e.finish_reason != "error", e.message
-                left -= bool(e.finish_reason)
+        asked = [Asked(i, [rng.randrange(3, 8000) for _ in range(PROMPT)], new) for i in range(batch)]
+        began = time.perf_counter()
+        engine.answers(asked)
         return time.perf_counter() - began
 
-    row: Row = {"engine": engine.name, "loaded_gb": loaded / 1e9}
+    row: Row = {"engine": engine.engine.name, "loaded_gb": loaded / 1e9}
     for batch in BATCHES:
         least = [min(seconds(batch, new) for _ in range(REPEATS + 1)) for new in NEW]
         row[f"tokens_per_s_{batch}"] = batch * (NEW[1] - NEW[0]) / (least[1] - least[0])
