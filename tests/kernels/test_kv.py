@@ -110,19 +110,19 @@ def test_attention_is_over_the_cached_tokens_and_the_newest(kind, window):
 ATTENTION = {"llama": (8, 2, 32, 32, 0, False, [0, 40]), "phi3, windows, norms": (3, 1, 96, 72, 20, True, [41, 18])}
 
 
-def attention_case(name, kind, page):
+def attention_case(name, kind, page, dtype=torch.float16):
     """(qkv, two equal pairs of caches of any contents, pos, tables, heads, table) for a step of two sequences."""
     HQ, HKV, D, R, window, norm, places = ATTENTION[name]
-    norms = [heads(D).half().to(DEVICE) + 1 if norm else None for _ in range(2)]
+    norms = [heads(D).to(DEVICE, dtype) + 1 if norm else None for _ in range(2)]
     h = Heads(HQ, HKV, D, D**-0.5, window, 1e-6, *norms)
     blocks = [(7, HKV, 16, D), torch.randperm(6, generator=torch.Generator().manual_seed(0)).reshape(2, 3).int() + 1]
     shape, table = blocks if page else ((2, HKV, 48, D), None)
-    pairs = [[kv.zeros(kind, shape, torch.float16, torch.device(DEVICE)) for _ in range(2)] for _ in range(2)]
+    pairs = [[kv.zeros(kind, shape, dtype, torch.device(DEVICE)) for _ in range(2)] for _ in range(2)]
     for pair in pairs:
         for i, cache in enumerate(pair):
             cache[:] = (heads(*shape, outliers=True) * (1 - 0.9 * i)).to(DEVICE)
-    cos, sin = torch.rand(2, 48, R, generator=torch.Generator().manual_seed(1)).half().to(DEVICE)
-    qkv, pos = heads(2, (HQ + 2 * HKV) * D).half().to(DEVICE), torch.tensor(places, dtype=torch.int32, device=DEVICE)
+    cos, sin = torch.rand(2, 48, R, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+    qkv, pos = heads(2, (HQ + 2 * HKV) * D).to(DEVICE, dtype), torch.tensor(places, dtype=torch.int32, device=DEVICE)
     return qkv, *pairs, pos, (cos, sin), h, None if table is None else table.to(DEVICE)
 
 
@@ -142,16 +142,17 @@ def test_tritons_step_reads_and_writes_codes(name, kind, page):
 
 
 @pytest.mark.half_of("name", "kind", "page")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
 @pytest.mark.parametrize("page", [False, True])
 @pytest.mark.parametrize("kind", CODED)
 @pytest.mark.parametrize("name", ATTENTION)
-def test_tritons_prompts_read_and_write_codes(name, kind, page):
+def test_tritons_prompts_read_and_write_codes(name, kind, page, dtype):
     """Two sequences of 19 tokens, the second pass from a place inside a tile on."""
     prompt = pytest.importorskip("lowq_kernels.decode.prompt")
     config = {"BLOCK_M": 32, "BLOCK_N": 16, "num_warps": 4, "num_stages": 2}
-    _, ours, theirs, _, tables, h, table = attention_case(name, kind, page)
+    _, ours, theirs, _, tables, h, table = attention_case(name, kind, page, dtype)
     for start, new in ((0, 19), (19, 5)):
-        qkv = heads(2, new, (h.HQ + 2 * h.HKV) * h.D).half().to(DEVICE)
+        qkv = heads(2, new, (h.HQ + 2 * h.HKV) * h.D).to(DEVICE, dtype)
         if table is None:
             y = prompt.attend_prompt(qkv, *ours, start, *tables, h, config)
             expected = reference.attend_prompt(qkv, *theirs, start, *tables, h)
