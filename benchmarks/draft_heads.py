@@ -95,8 +95,8 @@ def steps(plan: Plan, drafter: HeadDrafter) -> list[Row]:
 
 
 @torch.inference_mode()
-def accepted(plan: Plan, drafter: HeadDrafter, texts: torch.Tensor, first: int) -> list[Row]:
-    """Of greedy texts (B, T), as if each place from `first` on were the newest: guesses right in a row, and a text's rounds.
+def guessed(plan: Plan, drafter: HeadDrafter, texts: torch.Tensor) -> torch.Tensor:
+    """Guesses (B, places, K) in texts (B, T), as if each place were the newest.
 
     The head reads the text up to there, place by place, as it does while the model decodes.
     """
@@ -107,9 +107,19 @@ def accepted(plan: Plan, drafter: HeadDrafter, texts: torch.Tensor, first: int) 
     found = []
     for t in range(T - K - 1):
         rows = DraftRows(torch.full((B,), t, dtype=torch.int32, device=device), places, 1)
-        guesses = drafter.draft(texts[:, t + 1], {i: x[:, t] for i, x in hidden.items()}, rows, places, K)
-        found.append((guesses == texts[:, t + 2 : t + 2 + K]).cumprod(1))
-    right = torch.stack(found[first:], 1)  # (B, places, K)
+        found.append(drafter.draft(texts[:, t + 1], {i: x[:, t] for i, x in hidden.items()}, rows, places, K))
+    return torch.stack(found, 1)
+
+
+def right_of(guesses: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
+    """Whether guess j of (B, places, K), and all before it, are what the texts say."""
+    K = guesses.shape[-1]
+    return (guesses == texts[:, 2:].unfold(1, K, 1)).cumprod(-1)
+
+
+def accepted(plan: Plan, drafter: HeadDrafter, texts: torch.Tensor, first: int) -> list[Row]:
+    """Of greedy texts (B, T), at places from `first` on: guesses right in a row, and a text's rounds."""
+    right = right_of(guessed(plan, drafter, texts), texts)[:, first:]
     tokens = rounds = 0
     for row in right.sum(-1).tolist():
         at = 0

@@ -1,9 +1,16 @@
-"""Measure n-grams of `lowq serve` beside those of `vllm serve`, over HTTP. <device>/draft_http.json.
+"""Measure drafts of `lowq serve` beside those of `vllm serve`, over HTTP. <device>/draft_http.json, draft_http_eagle3.json.
 
     python benchmarks/draft_http.py --work /dev/shm/x --base FOLDER --texts FILE [--servers lowq,lowq-ngram,vllm,vllm-ngram]
+    python benchmarks/draft_http.py --work /dev/shm/x --base FOLDER --texts FILE --head HEAD [--guesses 3]
+        [--servers lowq,lowq-eagle3,vllm,vllm-eagle3]
 
 Both servers need the same text that copies, which random weights do not write. So the model is a small trained one inside a
 large one's shape (grown.py), and vLLM runs an export of the same checkpoint in 4 bits.
+
+`--head`: an EAGLE-3 head that `lowq draft train` made for the small model, inside the large one's shape in the same way and in
+16 bits; `lowq-eagle3-4bit` takes it in 4 bits, its output head in 8. Before the servers start, the guesses of both heads are
+compared on the small model's texts (`same`), and with what the texts say (`right_small`, `right_large`). vLLM makes `--guesses`
+each time; lowq as many as are worth the time, and n-grams where they promise more.
 
 A closed loop of users, each with the same number of requests, no prompt twice, answers of NEW / 2 to
 NEW tokens; texts that copy (edits, summaries, code) and free ones; with `copying-long` answers are LONG times as long, about as
@@ -26,33 +33,48 @@ from pathlib import Path
 from typing import Any
 
 import drafts
+import torch
 from draft_follow import report_of
+from draft_heads import greedy, guessed, right_of
 from drafts import NEW, Row
-from grown import grown
+from grown import GROUP, grown, grown_head
 from serve_http import LOWQ, Server, Told, ask, free_port
 from serve_load import Asked, percentiles, row_of
 from transformers import AutoTokenizer
 from vllm_speed import SHAPES
 
+import lowq
+from lowq_cli.engine.drafts import heads
+from lowq_cli.engine.open_model import ready
+from lowq_cli.engine.plan import plan_of
+
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 CACHE_TOKENS = 49_152  # of each server: 64 texts of 768 tokens
 REQUESTS = {1: 10, 16: 6, 64: 4}  # of each user, by users
+VLLM_COUNTS = {
+    "num_draft_tokens_total": "draft_tokens_total",
+    "num_accepted_tokens_total": "draft_tokens_accepted_total",
+    "num_drafts_total": "drafts_total",
+}
+COMPARED = 8  # texts on which the guesses of the small and the large head are compared
 LOADS = ("copying", "copying-long", "free")
 LONG = 4  # tokens of an answer of `copying-long`, in those of others
 
 
-def server(name: str, args: argparse.Namespace, folder: Path) -> Server:
-    """Start `lowq serve` or `vllm serve`, with n-grams or without."""
+def server(name: str, args: argparse.Namespace, folder: Path, head: Path) -> Server:
+    """Start `lowq serve` or `vllm serve`, with n-grams, a head or without drafts."""
     whose, _, draft = name.partition("-")
+    by_head = {"eagle3": head, "eagle3-4bit": packed(head)}.get(draft)
     port, env = free_port(), {}
     if whose == "lowq":
         line = [*LOWQ, str(folder), "--port", str(port), "--device", args.device, "--cache-tokens", str(CACHE_TOKENS)]
-        line += ["--name", "m", "--draft", draft or "none"]
+        line += ["--name", "m", "--draft", str(by_head or draft or "none")]
     else:
         from lowq_cli.interop.serving import command
 
         c = SHAPES[args.shape]
-        cache = CACHE_TOKENS * 4 * c["num_hidden_layers"] * c["num_key_value_heads"] * c["head_dim"]
+        layers = c["num_hidden_layers"] + bool(by_head)  # the head has keys and values of its own
+        cache = CACHE_TOKENS * 4 * layers * c["num_key_value_heads"] * c["head_dim"]
         extra = ["--max-model-len", "1024", "--max-num-seqs", "64", "--dtype", "float16", "--served-model-name=m"]
         extra += [
             "--kv-cache-memory-bytes",
@@ -62,7 +84,8 @@ def server(name: str, args: argparse.Namespace, folder: Path) -> Server:
             "--attention-backend",
             "FLASH_ATTN",
         ]
-        extra += ["--speculative-config", json.dumps(SPECULATIVE)] if draft else []
+        by = {"method": "eagle3", "model": str(head), "num_speculative_tokens": args.guesses} if by_head else SPECULATIVE
+        extra += ["--speculative-config", json.dumps(by)] if draft else []
         line = command(str(folder), 1, port, tuple(extra), native=False)
         line = [sys.executable, "-m", "vllm.entrypoints.cli.main", *line[1:]]
         env = {"VLLM_USE_DEEP_GEMM": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
@@ -87,12 +110,44 @@ async def loop(port: int, users: int, asked: list[Asked]) -> Row:
 
 
 def drafted(one: Server) -> dict[str, int]:
-    """What /metrics of `lowq serve` counts: drafts that were checked, and of these right ones. {} of another server."""
-    if not one.name.startswith("lowq"):
-        return {}
+    """What /metrics counts: drafts that were checked, of these right ones, and in vLLM rounds of drafts (`drafts_total`)."""
     with urllib.request.urlopen(f"http://127.0.0.1:{one.port}/metrics", timeout=10) as answer:
-        text = answer.read().decode()
-    return {name: int(float(n)) for name, n in re.findall(r"^lowq_(draft_tokens\w*)\S* (\S+)$", text, re.MULTILINE)}
+        return counted(answer.read().decode())
+
+
+def counted(metrics: str) -> dict[str, int]:
+    """The counts of drafts in a server's metrics, under lowq's names."""
+    found = re.findall(r"^(?:lowq|vllm:spec_decode)_(\w+_total)\S* (\S+)$", metrics, re.MULTILINE)
+    counts = {VLLM_COUNTS.get(name, name): int(float(n)) for name, n in found}
+    return {name: n for name, n in counts.items() if name.startswith("draft")}
+
+
+def packed(head: Path) -> Path:
+    """Where a head in 4 bits stands beside one in 16."""
+    return head.with_name(f"{head.name}-4bit")
+
+
+def write_head(args: argparse.Namespace, folder: Path, head: Path, prompts: list[list[int]]) -> dict[str, Any]:
+    """Write the head that `args.servers` need, and compare its guesses with the small head's: a row."""
+    if not head.exists():
+        grown_head(args.head, head, SHAPES[args.shape], args.device)
+    if "4bit" in args.servers and not packed(head).exists():
+        lowq.quantize(head, out=packed(head), bits=4, lm_head=8, group=GROUP, method="rtn")
+    return {"server": "guesses"} | agreement((args.base, args.head), (folder, head), prompts[:COMPARED], args.device)
+
+
+def agreement(small: tuple[Path, Path], large: tuple[Path, Path], prompts: list[list[int]], device: str) -> dict[str, Any]:
+    """Shares of places in greedy texts of the small model where guesses 1 .. j of both heads are the same, and right."""
+    made, texts, first = list[torch.Tensor](), torch.empty(0), 0
+    for model, head in (small, large):
+        loaded, _ = ready(str(model), device)
+        if not made:
+            texts, first = greedy(loaded, prompts)
+        made.append(guessed(plan_of(loaded), heads.load(str(head), loaded), texts)[:, first:])
+        del loaded
+    both = {"same": (made[0] == made[1]).cumprod(-1)}
+    both |= {name: right_of(some, texts[:, first:]) for name, some in zip(("right_small", "right_large"), made, strict=True)}
+    return {name: [round(share, 3) for share in x.float().mean((0, 1)).tolist()] for name, x in both.items()}
 
 
 def paragraphs(file: Path) -> str:
@@ -159,23 +214,31 @@ def parser_of(doc: str | None) -> argparse.ArgumentParser:
 def main() -> None:
     """Write the model, start the servers, measure, stop them."""
     parser = parser_of(__doc__)
-    parser.add_argument("--servers", default="lowq,lowq-ngram,vllm,vllm-ngram")
+    parser.add_argument("--servers", help="default: lowq and vllm, each without drafts and with n-grams or the head")
     parser.add_argument("--users", type=lambda s: [int(n) for n in s.split(",")], default=[16, 64, 1])
     parser.add_argument("--loads", default="copying,free", help="some of " + ", ".join(LOADS))
+    parser.add_argument("--head", type=Path, help="of the small model, as `lowq draft train` writes it")
+    parser.add_argument("--guesses", type=int, default=3, help="of vLLM's drafts by a head")
     parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--patience", type=float, default=150.0)
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    report, folder, servers = report_of(args, "draft_http.json"), args.work / f"grown-{args.shape}", list[Server]()
+    draft = "eagle3" if args.head else "ngram"
+    args.servers = args.servers or f"lowq,lowq-{draft},vllm,vllm-{draft}"
+    report = report_of(args, "draft_http_eagle3.json" if args.head else "draft_http.json")
+    folder, head, servers = args.work / f"grown-{args.shape}", args.work / f"head-{args.shape}", list[Server]()
     began = time.perf_counter()
     if not folder.exists():
         grown(args.base, folder, SHAPES[args.shape], args.device, 4)
     print("the model is written after", time.perf_counter() - began, flush=True)
     prompts = loads(AutoTokenizer.from_pretrained(args.base), "\n\n".join(map(paragraphs, args.texts)))
     print({load: len(some) for load, some in prompts.items()}, flush=True)
+    if args.head:
+        report(write_head(args, folder, head, prompts["free"]))
+        torch.cuda.empty_cache()
     try:
         for name in args.servers.split(","):
-            servers.append(server(name, args, folder))
+            servers.append(server(name, args, folder, head))
         asyncio.run(measure(servers, args, prompts, report))
     finally:
         for one in servers:

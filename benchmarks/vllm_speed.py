@@ -53,6 +53,9 @@ SHAPES: dict[str, dict[str, Any]] = {  # Llama 3.1's, and Qwen3-30B-A3B
     "a3b": MIXTURE | {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
             "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
             "intermediate_size": 6144, "max_position_embeddings": 40960},
+    # for grown.py on a CPU: wide enough for a model of 512 channels
+    "small": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16,
+              "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 12288, "max_position_embeddings": 8192},
     "tiny": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8,
              "num_key_value_heads": 4, "head_dim": 32, "vocab_size": 8192, "max_position_embeddings": 8192},
     "tiny-moe": MIXTURE | {"hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 8, "num_experts_per_tok": 2,

@@ -204,7 +204,8 @@ def draft_vllm() -> str:
     """Tokens per second over HTTP of lowq's and vLLM's servers, with n-grams and without."""
     found = []
     for device in (d for d in DEVICES if (RESULTS / d / "draft_http.json").is_file()):
-        rows = {(r["users"], r["load"], r["server"]): r for r in read(f"{device}/draft_http.json")["rows"]}
+        measured = [r for r in read(f"{device}/draft_http.json")["rows"] if "users" in r]
+        rows = {(r["users"], r["load"], r["server"]): r for r in measured}
         for users, load in sorted({key[:2] for key in rows}):
             each = [rows.get((users, load, server)) for server in ("lowq", "lowq-ngram", "vllm", "vllm-ngram")]
             speeds = [f"{r['tokens_per_s']:,.0f}" if r else "" for r in each]
