@@ -1,6 +1,6 @@
 """Drafts: what steps of several rows take and what drafts bring (<device>/drafts.json), what is accepted of heads' guesses."""
 
-from itertools import chain
+from itertools import chain, product
 
 from pages import RESULTS, Row, part, read, table
 
@@ -201,17 +201,20 @@ def draft_serving() -> str:
 
 @part
 def draft_vllm() -> str:
-    """Tokens per second over HTTP of lowq's and vLLM's servers, with n-grams and without."""
+    """Tokens per second over HTTP of lowq's and vLLM's servers, with drafts and without."""
     found = []
-    for device in (d for d in DEVICES if (RESULTS / d / "draft_http.json").is_file()):
-        measured = [r for r in read(f"{device}/draft_http.json")["rows"] if "users" in r]
+    kinds = (("n-grams", "draft_http.json", "ngram"), ("EAGLE-3", "draft_http_eagle3.json", "eagle3"))
+    for device, (name, file, kind) in product(DEVICES, kinds):
+        if not (RESULTS / device / file).is_file():
+            continue
+        measured = [r for r in read(f"{device}/{file}")["rows"] if "users" in r]
         rows = {(r["users"], r["load"], r["server"]): r for r in measured}
         for users, load in sorted({key[:2] for key in rows}):
-            each = [rows.get((users, load, server)) for server in ("lowq", "lowq-ngram", "vllm", "vllm-ngram")]
+            each = [rows.get((users, load, server)) for server in ("lowq", f"lowq-{kind}", "vllm", f"vllm-{kind}")]
             speeds = [f"{r['tokens_per_s']:,.0f}" if r else "" for r in each]
-            found.append((device, users, load, *speeds, *(f"{r['token_ms']['p99']:.1f}" if r else "" for r in each)))
-    servers = [(f">{what}, {whose}", ">with n-grams") for what in ("tokens/s", "p99 ms") for whose in ("lowq", "vLLM")]
-    return table(("device", ">users", "load", *chain.from_iterable(servers)), found)
+            found.append((device, name, users, load, *speeds, *(f"{r['token_ms']['p99']:.1f}" if r else "" for r in each)))
+    servers = [(f">{what}, {whose}", ">with drafts") for what in ("tokens/s", "p99 ms") for whose in ("lowq", "vLLM")]
+    return table(("device", "drafts", ">users", "load", *chain.from_iterable(servers)), found)
 
 
 @part
