@@ -91,6 +91,7 @@ class Ops:
     update_norms: Callable[..., tuple[torch.Tensor, torch.Tensor]] = update_norms
     prepare: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = prepared
     latent: Forms = LATENT
+    packed_waits: Callable[[torch.dtype, Any, reference.Heads], bool] = lambda *call: False  # as `prompt.waits`
     fold: FoldedProducts | None = None
     attend_prepared: Callable[..., torch.Tensor | None] | None = None
     gate_product: Callable[[Any, torch.Tensor, str], torch.Tensor | None] | None = None
@@ -131,5 +132,6 @@ def ops(device_type: str) -> Ops:
     together = optional("lowq_kernels.decode.attend_prepared", "cuda")
     more: dict[str, Any] = {"attend_rows": attend_rows, "accept": sample.accept, "prepare": prepare_triton.prepare}
     more |= {"attend_prepared": together and together.attend, "gate_product": rounding and rounding.gate_product}
+    more["packed_waits"] = prompt.waits
     more["norm_product"] = rounding and rounding.norm_product
     return replace(operations, **more, **rows)

@@ -112,7 +112,7 @@ def _block(
     else:
         k = tl.load(k_head + tile, mask=(offs_d < D)[None, :], other=0.0)
         v = tl.load(v_head + tile, mask=(offs_d < D)[None, :], other=0.0)
-    score = tl.dot(q, tl.trans(k), input_precision="ieee")  # of fp32 operands: in three parts of tf32 they would take twice the shared memory
+    score = tl.dot(q, tl.trans(k), input_precision="ieee")  # fp32 in three parts of tf32 takes twice the shared memory
     if KV:
         score = score * k_step[None, :] + q_sum[:, None] * k_low[None, :]
     if CAPPED:
@@ -240,6 +240,11 @@ def attend_packed(
         return reference.attend_packed(qkv, k_cache, v_cache, p, cos, sin, h)
     sizes = (1 << 30, 0, k_cache.shape[2], p.table.shape[1])
     return _launch(qkv, k_cache, v_cache, p, cos, sin, h, sizes, (p.units, p.sequences), config)
+
+
+def waits(dtype: torch.dtype, k_cache: Cache, h: Heads) -> bool:
+    """Whether no kernel takes packed tokens of this dtype: `attend_packed` then waits for the device, and is not recorded."""
+    return _chosen(numbers(k_cache).new_empty(0, dtype=dtype), 1, k_cache, k_cache.shape[2], h, (1, 1)) is None
 
 
 def _chosen(qkv: torch.Tensor, M: int, k_cache: Cache, page: int, h: Heads, units: tuple[int, int]) -> Choice | None:

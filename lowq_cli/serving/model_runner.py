@@ -20,7 +20,7 @@ import torch
 
 from lowq_cli.engine.batch import Batch, KeyValues, States, refill, upload
 from lowq_cli.engine.graph import Captured, capture
-from lowq_cli.engine.mixer_steps import AttendLatent
+from lowq_cli.engine.mixer_steps import Attend, AttendLatent
 from lowq_cli.engine.pictures import PassImages, Shown, in_pass
 from lowq_cli.engine.plan import Plan
 from lowq_cli.engine.state import BLOCK
@@ -63,7 +63,10 @@ class ModelRunner:
         latents = [step for step in plan.steps if isinstance(step, AttendLatent)]
         self.by_text = bool(latents or self.recurrent)
         held = [(one.k, step.facts) for step in latents if isinstance(one := state[step.index], KeyValues)]
+        plain = [(one.k, s.heads) for s in plan.steps if isinstance(s, Attend) and isinstance(one := state[s.index], KeyValues)]
         gathered = any(self.ops.latent.refuse(plan.dtype, *one) for one in held)
+        # where no kernel takes prompts, the host reads which sequence each of their tokens belongs to
+        gathered |= any(self.ops.packed_waits(plan.dtype, *one) for one in plain)
         most_recorded = 0 if gathered else min(RECORDED, FEW_TOKENS) if plan.grouped_by_host else RECORDED
         # whether passes are with adapters; with both kinds, the same kernels would not run whatever the other requests are
         kinds = (False, True) if plan.adapters is not None else (False,)

@@ -28,7 +28,7 @@ def build(kind, **settings):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(7)
-    config = AutoConfig.for_model(kind, **SMALL, max_position_embeddings=512, **settings)
+    config = AutoConfig.for_model(kind, **SMALL | {"max_position_embeddings": 512} | settings)
     model = AutoModelForCausalLM.from_config(config).float().eval()
     for path, p in model.named_parameters():
         p.data *= 4 if p.dim() > 1 and "embed" not in path else 1

@@ -11,6 +11,7 @@ from asking import Client, Replayed, alone, build, prompts
 from lowq_cli.engine.plan import plan_of
 from lowq_cli.serving.continuous import ContinuousEngine
 from lowq_kernels.decode import latent as definition
+from lowq_kernels.decode import reference
 
 NOT_RECORDED = "operation not permitted when stream is capturing"
 
@@ -130,6 +131,27 @@ def test_passes_with_prompts_over_latents_are_recorded(steps):
     mixed = [one.count for (b, M, _), (one, _) in passes.captured.items() if b < M]
     assert sum(mixed) > 3
     engine.stop(1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run in Triton's interpreter")
+@pytest.mark.parametrize(
+    ("dtype", "kv", "dims", "taken"),
+    [
+        ("float32", "16", 16, True), ("bfloat16", "16", 16, True), ("float16", "4", 16, True), ("float16", "16", 512, True),
+        ("float32", "16", 512, False), ("float16", "4", 512, False),
+    ],
+)  # fmt: skip
+def test_passes_with_prompts_are_recorded_where_a_kernel_takes_them(dtype, kv, dims, taken):
+    prompt = pytest.importorskip("lowq_kernels.decode.prompt")
+    model = build("llama", head_dim=dims).to(getattr(torch, dtype))
+    plan = plan_of(model)
+    plan.ops = replace(plan.ops, attend_packed=prompt.attend_packed, packed_waits=prompt.waits)
+    passes = ContinuousEngine(model, 4, running=4, kv=kv).passes
+    assert passes.sizes.most_recorded == (1024 if taken else 0)
+    waiting = Mock(side_effect=reference.attend_packed)  # reads on the host which tokens belong together
+    with torch.inference_mode(), patch.object(reference, "attend_packed", waiting):
+        passes.measure(0, 32)
+    assert waiting.called != taken
 
 
 def test_a_server_whose_passes_are_not_recorded_says_why_it_takes_no_drafts(monkeypatch):
