@@ -2,7 +2,8 @@
 
 Its keys and values are stored in separate blocks with the block numbers of the sequences (those of layers that see all tokens):
 a shared prefix is found together with the model's, and moves to host memory together with it. Every row of every pass is
-written there, even when no drafts are wanted, so that a sequence has no gap when drafts are wanted again.
+written there, even when no drafts are wanted, so that a sequence has no gap when drafts are wanted again; only where drafts did
+not pay nothing is written (`DraftRounds.follows`). The drafter guesses worse after a shared prefix that was read then.
 
 At the end of a prefix that two sequences share, the head's last row was paired with the next token of the first sequence: this
 affects one row of a block at most. Guesses never change which tokens are generated, only how fast.
@@ -21,9 +22,15 @@ from lowq_cli.engine.drafts.drafter import LastRows, PagedDrafter
 from lowq_cli.engine.plan import Plan
 from lowq_cli.engine.state import BLOCK
 from lowq_cli.serving.batch_state import BatchState
+from lowq_cli.serving.draft_graphs import After, DraftGraphs
+from lowq_cli.serving.model_runner import ModelRunner
 from lowq_kernels.decode.reference import Packed
 from lowq_kernels.decode.runs import Run, Runs
 from lowq_packers.arch.parts import Pages
+
+# Numbers sent per row: its block table, its position, its place in the pass, its token; then per sequence its first row, its
+# row among the running ones, and its number in the pass.
+NUMBERS = 7
 
 
 @dataclass(frozen=True)
@@ -51,31 +58,28 @@ class DeviceDrafts:
             passes. state: keys and values of each of its layers, in the blocks of the first page group's tables, or the
             model's. slots: positions that these tables cover.
     Attributes:
-        seconds: the seconds of the last guesses, valid on a CPU.
+        seconds: the seconds of the last guesses, valid on a CPU. sizes, graphs: numbers of rows that are recorded, ascending,
+            and the recordings; none at first (`record`).
     """
 
     def __init__(self, drafter: PagedDrafter, rows: BatchState, state: Sequence[KeyValues], slots: int) -> None:
+        self.sizes: list[int] = []
+        self.graphs: DraftGraphs | None = None
         self.drafter, self.rows, self.state, self.device = drafter, rows, list(state), rows.device
         self.shifted = bool(drafter.layers)  # heads pair a row with the token after it, draft models with the row's own token
         self.angles = drafter.plan.angles(slots + BLOCK, self.device)
         self.seconds = 0.0
 
+    def record(self, runner: ModelRunner, sizes: Sequence[int]) -> None:
+        """Record from now on what comes after passes, with these numbers of rows. runner: the model's passes."""
+        self.sizes, self.graphs = sorted({1, 2, *sizes}), DraftGraphs(runner, self.compute)
+
     def checked(
-        self, texts: Sequence[Rows], hidden: Mapping[int, torch.Tensor], result: torch.Tensor, K: int
+        self, texts: Sequence[Rows], order: Sequence[int], hidden: Mapping[int, torch.Tensor], result: torch.Tensor, K: int
     ) -> torch.Tensor | None:
         """Write the rows of a pass with drafts, whose `result` is that of `DraftPasses.run`, and return (n, K) guesses of the
-        tokens after the newest ones; None for K = 0."""
-        M, half = sum(len(one.tokens) for one in texts), len(result) // 2
-        firsts = self._upload([one.at for one in texts])
-        last = firsts + result[half : half + len(texts)]
-        ids = self._upload([token for one in texts for token in one.tokens])
-        if self.shifted:
-            ids = result[:M].index_copy(0, last, self._newest(texts))
-        tables, pos, _ = self._places(texts)
-        states = self._at(tables)
-        batch = Batch(self.drafter.plan.ops, ids, M, pos, self.angles, drafted=True)
-        written = self.drafter.write(ids, {i: h[:M] for i, h in hidden.items()}, batch, states)
-        return self._guesses(texts, written, pos, last, K)
+        tokens after the newest ones; None for K = 0. order: the number of each sequence in the pass."""
+        return self._after(texts, order, hidden, result, None, K)
 
     def passed(
         self,
@@ -89,6 +93,8 @@ class DeviceDrafts:
 
         before (R,): the newest tokens before the pass, required if the drafter reads the rows' own tokens.
         """
+        if not pieces:
+            return self._after(steps, range(len(steps)), hidden, None, before, K)
         both, b = [*steps, *pieces], len(steps)
         ends = np.cumsum([len(one.tokens) for one in both]).tolist()
         texts = [one for one in both if one.row >= 0]
@@ -101,32 +107,90 @@ class DeviceDrafts:
             assert before is not None
             ids[:b] = before.index_select(0, self._upload([one.row for one in steps]))
         _, pos, at = self._places(both)
-        states, packed, runs = self._at(self._upload([one.table for one in both])), None, None
-        if pieces:
-            tile, starts = self.drafter.plan.tile, [0, *(end - b for end in ends[b:])]
-            spans = list(itertools.pairwise(starts))
-            tiles = [(t, min(t + tile, end)) for first, end in spans for t in range(first, end, tile)]
-            of = np.repeat(np.arange(b, len(both)), [end - first for first, end in spans])
-            one = states[0].table
-            assert one is not None
-            there = upload(np.array(tiles, np.int32), self.device)
-            packed = Packed(one, upload(of.astype(np.int32), self.device), pos[b:], there)
-            each = [Run(first, end, 0, p.first, b + i) for i, (p, (first, end)) in enumerate(zip(pieces, spans, strict=True))]
-            runs = Runs(each, ends[-1] - b, self.device)
-        plan = self.drafter.plan
+        states, plan = self._at(self._upload([one.table for one in both])), self.drafter.plan
+        tile, starts = plan.tile, [0, *(end - b for end in ends[b:])]
+        spans = list(itertools.pairwise(starts))
+        tiles = [(t, min(t + tile, end)) for first, end in spans for t in range(first, end, tile)]
+        of = np.repeat(np.arange(b, len(both)), [end - first for first, end in spans])
+        one = states[0].table
+        assert one is not None
+        there = upload(np.array(tiles, np.int32), self.device)
+        packed = Packed(one, upload(of.astype(np.int32), self.device), pos[b:], there)
+        each = [Run(first, end, 0, p.first, b + i) for i, (p, (first, end)) in enumerate(zip(pieces, spans, strict=True))]
+        runs = Runs(each, ends[-1] - b, self.device)
         batch = Batch(plan.ops, ids, b, pos, self.angles, given=packed, given_runs=runs, tile=plan.tile)
         written = self.drafter.write(ids, {i: h.index_select(0, at) for i, h in hidden.items()}, batch, states)
-        return self._guesses(texts, written, pos, last, K)
-
-    def _guesses(
-        self, texts: Sequence[Rows], made: Sequence[torch.Tensor], pos: torch.Tensor, last: torch.Tensor, K: int
-    ) -> torch.Tensor | None:
         if not K or not texts:
             return None
+        of_texts = self._at(self._upload([one.table for one in texts]))
+        return self._guesses(self._newest(texts), written, pos, last, of_texts, K)
+
+    def _after(
+        self,
+        texts: Sequence[Rows],
+        order: Sequence[int],
+        hidden: Mapping[int, torch.Tensor],
+        result: torch.Tensor | None,
+        before: torch.Tensor | None,
+        K: int,
+    ) -> torch.Tensor | None:
+        """Do what `checked` does, or `passed` does of steps; on a GPU with few numbers of rows, each of them recorded."""
+        counts, n = [len(one.tokens) for one in texts], len(texts)
+        M, N = self._size(sum(counts)), self._size(n)
+        after = After(hidden, result, before, M, N, K)
+        numbers = np.zeros((NUMBERS, M), np.int32)
+        numbers[0] = self.rows.null_row
+        end = sum(counts)
+        within = np.concatenate([np.arange(k) for k in counts])
+        for place, what in enumerate(("table", "first", "at")):
+            numbers[place, :end] = np.repeat([getattr(one, what) for one in texts], counts) + (within if place else 0)
+        numbers[3, :end] = [token for one in texts for token in one.tokens]
+        # what fills up the sequences are copies of the first
+        of_texts = np.array([np.cumsum(counts) - counts, [one.row for one in texts], order])
+        numbers[4:, :N] = np.concatenate([of_texts, np.repeat(of_texts[:, :1], N - n, 1)], 1)
+        if self.graphs is not None and M in self.sizes:
+            guesses = self.graphs.run(numbers, after)
+        else:
+            guesses = self.compute(upload(numbers, self.device), after)
+        return None if guesses is None else guesses[:n]
+
+    def compute(self, numbers: torch.Tensor, after: After) -> torch.Tensor | None:
+        """Compute `_after` from its numbers (NUMBERS, M) on the device; return guesses (N, K), None for K = 0."""
+        table, pos, at, tokens = numbers[:4]
+        first, row, order = numbers[4:, : after.N].long()
+        last, newest, ids, at = first, self.rows.token.index_select(0, row), tokens.long(), at.long()
+        if after.result is not None:
+            drawn, right = after.result.chunk(2)
+            last = first + right.index_select(0, order)
+            ids = drawn.index_select(0, at) if self.shifted else ids
+        elif after.before is not None:
+            ids = after.before.index_select(0, row)
+        if self.shifted:
+            ids = ids.index_copy(0, last, newest)
+        states, plan = self._at(table), self.drafter.plan
+        batch = Batch(plan.ops, ids, len(ids), pos, self.angles, drafted=after.result is not None)
+        written = self.drafter.write(ids, {i: h.index_select(0, at) for i, h in after.hidden.items()}, batch, states)
+        if not after.K:
+            return None
+        return self._guesses(newest, written, pos, last, self._at(table.index_select(0, last)), after.K)
+
+    def _size(self, n: int) -> int:
+        """Return the number of rows, or of sequences, that are computed for n of them."""
+        return next((size for size in self.sizes if size >= n), n)
+
+    def _guesses(
+        self,
+        newest: torch.Tensor,
+        made: Sequence[torch.Tensor],
+        pos: torch.Tensor,
+        last: torch.Tensor,
+        of_texts: list[KeyValues],
+        K: int,
+    ) -> torch.Tensor:
+        """Return K guesses (n, K) of each sequence. last: its last row. of_texts: the state with the sequences' tables."""
         began = time.perf_counter()
-        states = self._at(self._upload([one.table for one in texts]))
         made, pos = [t.index_select(0, last) for t in made], pos.index_select(0, last)
-        guesses = self.drafter.go_on(LastRows(self._newest(texts), made, pos, states, self.angles), K)
+        guesses = self.drafter.go_on(LastRows(newest, made, pos, of_texts, self.angles), K)
         self.seconds = time.perf_counter() - began
         return guesses
 

@@ -81,6 +81,8 @@ class DraftChoice(NamedTuple):
         if self.drafter is not None:
             state = [*state, *self.drafter.lent(runner.state)]
             guesses = DeviceDrafts(self.drafter, runner.rows, state, runner.slots)
+            if runner.device.type == "cuda":
+                guesses.record(runner, passes.sizes)
         return DraftRounds(passes, scheduler, special, guesses), ""
 
 
@@ -91,8 +93,9 @@ class DraftRounds:
         passes: the model's passes with drafts. scheduler: the engine's. special: what samples for special requests. guesses:
             the drafter on the device, or None for n-grams alone.
     Attributes:
-        costs: the seconds of its passes. on: whether drafts pay with the present number of sequences. drafted, accepted:
-            numbers of guesses that were checked, and of right ones.
+        costs: the seconds of its passes. on: whether drafts pay with the present number of sequences. follows: whether the
+            drafter on the device reads the rows of passes. drafted, accepted: numbers of guesses that were checked, and of
+            right ones.
         ahead: whether passes are launched while the result of one with drafts is not known yet. The guesses then follow those
             that are in flight, as if these were right.
         flying: by sequence number, the drafts in the pass that was launched last, if `ahead`.
@@ -115,7 +118,7 @@ class DraftRounds:
         self._once = False  # whether a drafter was given a long text in this turn
         self._waits: dict[int, float] = {}  # size -> mean seconds that sequences wait for a plain pass while drafts are off
         self._unguessed = 0  # passes since the last one for which the drafter ran
-        self.on, self.ahead = True, False
+        self.on, self.follows, self.ahead = True, True, False
         self.flying: dict[int, list[int]] = {}
         self.drafted = self.accepted = 0
         if self.device.type == "cuda":
@@ -143,6 +146,7 @@ class DraftRounds:
         """Decide whether the next pass may have drafts. size: the rows of a plain pass. adapted: whether it has adapters."""
         self.costs.adapted = adapted
         self.on = not self.passes.reason and (self._trials is None or self._trials.allows(size))
+        self.follows = self._trials is None or not self._trials.waits(size)
 
     def end_turn(self, plan: StepPlan | None, size: int, tokens: int) -> None:
         """Record what a turn launched and how many tokens came in it, for the decision of `begin_turn`."""
@@ -228,10 +232,15 @@ class DraftRounds:
         n = len(texts)
         if not (plain := self.costs.plain_s(n)):
             return 0
-        chances = [(t.number, t.drafter.rates.chances[: t.remaining]) for t in texts if isinstance(t.drafter, Guessed)]
+        chances = [
+            (t.number, t.drafter.rates.chances[: t.remaining])
+            for t in texts
+            if isinstance(t.drafter, Guessed) and t.drafter.followed
+        ]
         seconds = lambda rows: self.costs.pass_s(rows, n, plain) + self.costs.gap_s  # noqa: E731
         K = rounds(chances, n, self.passes.sizes, seconds, plain, self.costs.guess_s(plain), self._latest(texts))
         self._unguessed = 0 if K else self._unguessed + 1
+        self.costs.chosen(bool(K))
         if self._unguessed == AGAIN:  # try again: later tokens may be easier to guess than earlier ones
             self._unguessed = 0
             for rates in (self._rates, *(t.drafter.rates for t in texts if isinstance(t.drafter, Guessed))):
@@ -273,9 +282,19 @@ class DraftRounds:
         newest, size = torch.cat((result, self.rows.token)), (0, firsts[-1], adapted)
         flight.launched(places, newest, logs, drawable(logits) if looks else None, size)
         if self.guesses is not None and self.runner.noted is not None:
-            rows = [Rows(t.state_row, t.pos, first, t.tokens, row=t.state_row) for t, first in zip(texts, firsts, strict=False)]
-            flight.guess(plan.steps, self.guesses.checked(rows, self.runner.noted, result, K))
+            read = [i for i, text in enumerate(plan.steps) if self._read(text)]
+            rows = [Rows(c.state_row, c.pos, firsts[i], c.tokens, row=c.state_row) for i in read for c in (texts[i],)]
+            if rows:
+                guesses = self.guesses.checked(rows, read, self.runner.noted, result, K)
+                self._guessing([plan.steps[i] for i in read], flight, guesses)
         return flight
+
+    def _read(self, text: Sequence) -> bool:
+        """Return whether the drafter on the device reads a sequence's rows of the pass being launched. Where drafts do not pay
+        it reads nothing, and then none of later rows of these sequences, as rows between them are missing."""
+        if isinstance(text.drafter, Guessed) and not self.follows:
+            text.drafter.followed = False
+        return self.follows and (not isinstance(text.drafter, Guessed) or text.drafter.followed)
 
     def guess_after(
         self, flight: Flight, plan: StepPlan, pieces: list[Piece], steps: int, before: torch.Tensor | None, K: int
@@ -288,14 +307,22 @@ class DraftRounds:
         if self.guesses is None or self.runner.noted is None:
             return
         ends = set(map(id, plan.finishing))
-        stepped = [Rows(t.row, t.computed - 1, t.row, [0], row=t.row) for t in plan.steps]
-        read, at = list[Rows](), steps
+        going = [text for text in plan.steps if self._read(text)]
+        stepped = [Rows(t.row, t.computed - 1, t.row, [0], row=t.row) for t in going]
+        read, through, at = list[Rows](), list[Sequence](), steps
         for (text, row, first, end), piece in zip(plan.pieces, pieces, strict=True):
             row_of_output = text.row if id(text) in ends else -1
-            read.append(Rows(row, first, at, piece.tokens, text.tokens[first + 1 : end + 1], row_of_output))
+            if self._read(text):
+                read.append(Rows(row, first, at, piece.tokens, text.tokens[first + 1 : end + 1], row_of_output))
+                through += [text] * (row_of_output >= 0)
             at += end - first
-        through = [text for text, *_ in plan.pieces if id(text) in ends]
-        flight.guess([*plan.steps, *through], self.guesses.passed(stepped, read, self.runner.noted, before, K))
+        if stepped or read:
+            self._guessing([*going, *through], flight, self.guesses.passed(stepped, read, self.runner.noted, before, K))
+
+    def _guessing(self, texts: list[Sequence], flight: Flight, guesses: torch.Tensor | None) -> None:
+        flight.guess(texts, guesses)
+        assert self.guesses is not None
+        self._once |= self.guesses.graphs is not None and self.guesses.graphs.fresh
 
     def newest_tokens(self) -> torch.Tensor | None:
         """Return a copy of the rows' newest tokens if the drafter needs those from before the next pass, else None."""

@@ -24,6 +24,10 @@ class Trials:
         """Return whether the next pass may have drafts."""
         return self._of(size).allowed
 
+    def waits(self, size: int) -> bool:
+        """Return whether drafts did not pay with this size, and it is not yet time to try them again."""
+        return self._of(size).waits
+
     def plain_s(self, size: int) -> float:
         """Return the mean seconds from one plain pass to the next, with the host's time; 0.0 where none was timed."""
         return self._of(size).plain_s

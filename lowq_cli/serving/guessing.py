@@ -27,11 +27,13 @@ class Guessed:
     continue after the drafter's last guess, and so use rows that it leaves free.
 
     Attributes:
-        shared, rates: Rates of the drafter's guesses, for all sequences and for this one.
+        shared, rates: Rates of the drafter's guesses, for all sequences and for this one. followed: whether the drafter on the
+            device has read all rows of the sequence; it makes no guesses otherwise.
     """
 
     def __init__(self, shared: Rates, ngram: NGram) -> None:
         self.shared, self.rates, self.ngram, self.given = shared, Rates(shared.chances), ngram, list[int]()
+        self.followed = True
         self._best: tuple[Guess, int] | None = None  # the guess, and how many of its tokens are the drafter's
 
     def begin(self, prompt: Sequence[int]) -> None:

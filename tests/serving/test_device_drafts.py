@@ -7,6 +7,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import asking
 import pytest
@@ -242,6 +243,115 @@ def test_a_beginning_from_the_cache_is_known_to_the_drafter(both, client):
     assert both_times
     assert {n: g for n, g in once if n in both_times} == {n: g for n, g in twice if n in both_times}
     counted(c)
+
+
+class Recording:
+    """Recordings on a CPU: what is computed again from the same tensors when it is replayed, and not while it is recorded."""
+
+    pool, device = None, torch.device("cpu")
+
+    def __init__(self):
+        self.replays = []  # of each recording
+
+    def capture(self, step, pool):
+        i = len(self.replays)
+        self.replays.append(0)
+
+        def replay():
+            self.replays[i] += 1
+            step()
+
+        return SimpleNamespace(replay=replay)
+
+
+def test_what_a_drafter_computes_after_passes_is_recorded(both, client):
+    """For few numbers of rows, so that some rows and sequences only fill up; answers and guesses are those without."""
+    model, _ = both
+    texts = [(p, 20) for p in prompts(3, 70, 64, 40, 12)]
+    expected, guesses = asked(client(running=5), *texts)
+    c, runner = client(running=5), Recording()
+    c.engine.drafts.guesses.record(runner, [4, 8, 16, 32, 64])
+    result, kept = asked(c, *texts)
+    assert result == expected == [alone(model, *one) for one in texts]
+    assert kept == guesses
+    assert c.engine.drafts.guesses.graphs.reason == ""
+    assert sum(runner.replays) > 0
+    counted(c)
+
+
+@pytest.mark.parametrize("both", FEW[:2], indirect=True)
+def test_what_cannot_be_recorded_is_launched(both, client):
+    texts = [(p, 16) for p in prompts(3, 40)]
+    expected, guesses = asked(client(running=2), *texts)
+    c, runner = client(running=2), Recording()
+    runner.capture = Mock(side_effect=RuntimeError("operation not permitted\nwhen stream is capturing"))
+    c.engine.drafts.guesses.record(runner, [4, 8, 16, 32, 64])
+    assert asked(c, *texts) == (expected, guesses)
+    assert c.engine.drafts.guesses.graphs.reason == "operation not permitted"
+    assert runner.capture.call_count == 1
+
+
+def refusing(c, waits):
+    """The client's engine with drafts that do not pay while `waits()`."""
+    none = {"passed": lambda *_: None, "interrupted": int, "plain_s": lambda n: 0.0}
+    c.engine.drafts._trials = SimpleNamespace(allows=lambda n: not waits(), waits=lambda n: waits(), **none)
+    read, guesses = [], c.engine.drafts.guesses
+    for name in ("passed", "checked"):
+        of = getattr(guesses, name)
+        setattr(guesses, name, lambda *args, of=of: read.append(args) or of(*args))
+    return read
+
+
+@pytest.mark.parametrize("both", FEW[:3], indirect=True)
+def test_a_drafter_reads_nothing_while_drafts_do_not_pay(both, client):
+    model, _ = both
+    texts, off = [(p, 14) for p in prompts(3, 70, 40)], [True]
+    c = client(running=3)
+    read = refusing(c, lambda: off[0])
+    result, kept = asked(c, *texts)
+    assert result == [alone(model, *one) for one in texts]
+    assert (read, kept) == ([], [[], [], []])
+    off[0] = False
+    again, kept = asked(c, *[([*p, 5], n) for p, n in texts])
+    assert again == [alone(model, [*p, 5], n) for p, n in texts]
+    assert read
+    assert all(kept)
+
+
+@pytest.mark.parametrize("both", FEW[:3], indirect=True)
+def test_a_sequence_that_the_drafter_lacks_rows_of_gets_no_guesses_of_it(both, client):
+    """It begins while drafts do not pay; another one begins when they do again, and its guesses are those alone."""
+    model, drafter = both
+    first, second = prompts(40, 20)
+    expected = [alone(model, first, 60), alone(model, second, 12)]
+    c, off, drafters = client(running=2), [True], []
+    make = c.engine.drafts.drafter
+    c.engine.drafts.drafter = lambda: drafters.append(make()) or drafters[-1]
+    refusing(c, lambda: off[0])
+    early = c.ask(first, 60)
+    while early not in c.heard:
+        c.hear()
+    off[0] = False
+    assert c.tokens(early, c.ask(second, 12, stop=STOPS)) == expected
+    assert drafters[0].kept == []
+    assert drafters[1].kept
+    n, guess = drafters[1].kept[0]
+    with torch.inference_mode():
+        assert guess[:1] == reference(model, drafter, second + expected[1], n, len(guess))[:1]
+
+
+def test_after_a_long_delay_guesses_are_tried_again(both, client):
+    """Passes that had no guesses, as they were believed to be late, cannot show that they are not."""
+    model, drafter = both
+    c = Client(model, draft=drafter, running=1)
+    costs, [prompt] = c.engine.drafts.costs, prompts(9)
+    costs.gap_s = 10.0
+    c.tokens(c.ask(prompt, 4))
+    assert costs.gap_s == 10.0
+    for seed in range(30):
+        c.tokens(c.ask(prompts(9, seed=seed)[0], 12))
+    c.engine.stop(0)
+    assert costs.gap_s < 1.0
 
 
 def test_drawn_texts_and_all_that_requests_ask_for_besides(both, client):

@@ -616,7 +616,8 @@ def test_sequences_without_drafts_lose_little_to_those_that_copy(copying, monkey
     drafts.costs = Passes(drafts.costs)
     first = iter([False] * 8)  # plain passes, whose seconds are measured; those of the balance include the host's for prompts
     allows = lambda n: next(first, True)  # noqa: E731
-    drafts._trials = SimpleNamespace(allows=allows, plain_s=lambda n: 1.4, passed=lambda *_: None, interrupted=int)
+    none = {"passed": lambda *_: None, "interrupted": int, "waits": lambda n: False}
+    drafts._trials = SimpleNamespace(allows=allows, plain_s=lambda n: 1.4, **none)
     clock = [0.0]
     monkeypatch.setattr(pass_pipeline, "time", SimpleNamespace(perf_counter=lambda: clock[0], monotonic=time.monotonic))
     monkeypatch.setattr(flight, "time", pass_pipeline.time)

@@ -31,6 +31,11 @@ class Balance:
         self._won = self._lost = self._wait_s = 0.0
         self._wait, self._steps, self._failed = first, 0, 0
 
+    @property
+    def waits(self) -> bool:
+        """Whether drafts did not pay, and it is not yet time to try them again."""
+        return not self.allowed and self._wait_s > 0
+
     def note(self, tokens: float, seconds: float, once: bool = False) -> None:
         """Record a step. tokens: its new tokens per sequence. once: whether it did work that later steps do not repeat, such as
         to read a prompt for drafts; such time lengthens the wait after drafts did not pay, and does not turn them off.

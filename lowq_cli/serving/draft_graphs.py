@@ -1,0 +1,111 @@
+"""A drafter's work after a pass as CUDA graphs: launched kernel by kernel, it keeps the host longer than the device.
+
+An H200 served an 8B at 675 tokens/s alone and at 557 with an EAGLE-3 head that made no guesses, only because the host launched
+the head's kernels after each pass (2026-11-29).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from lowq_cli.engine.batch import refill, upload
+from lowq_cli.engine.graph import Captured
+from lowq_cli.serving.model_runner import ModelRunner
+from lowq_packers.errors import device_lost
+
+
+@dataclass(frozen=True)
+class After:
+    """What a drafter computes after a pass: tensors of the pass, and sizes. It is recorded for each combination of these.
+
+    hidden: the model's hidden states (P, H) that it reads. result: that of `DraftPasses.run`, None after a pass without drafts.
+    before (R,): the newest tokens before the pass, or None. M: rows. N: sequences. K: guesses of each.
+    """
+
+    hidden: Mapping[int, torch.Tensor]
+    result: torch.Tensor | None
+    before: torch.Tensor | None
+    M: int
+    N: int
+    K: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes of everything."""
+        given = (*self.hidden.values(), self.result, self.before)
+        return (self.M, self.N, self.K, *(0 if t is None else len(t) for t in given))
+
+    def like(self) -> "After":
+        """Return the same with new tensors of the same shapes."""
+        result, before = (None if t is None else torch.empty_like(t) for t in (self.result, self.before))
+        return After({i: torch.empty_like(h) for i, h in self.hidden.items()}, result, before, self.M, self.N, self.K)
+
+    def fill(self, other: "After") -> None:
+        """Copy another one's tensors into these."""
+        pairs = [(h, other.hidden[i]) for i, h in self.hidden.items()]
+        for mine, given in (*pairs, (self.result, other.result), (self.before, other.before)):
+            if mine is not None and given is not None:
+                mine.copy_(given)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A recording and the tensors that it reads and writes. numbers: `DeviceDrafts` describes rows by them."""
+
+    graph: Captured
+    numbers: torch.Tensor
+    after: After
+    guesses: torch.Tensor
+
+
+class DraftGraphs:
+    """The recordings of a drafter's work.
+
+    Args:
+        runner: the model's passes, whose memory pool the recordings share. compute: (numbers, After) -> guesses (N, K), or None
+            for K = 0.
+    Attributes:
+        fresh: whether the last call of `run` has made a recording. reason: why there are no more recordings, or "".
+    """
+
+    def __init__(self, runner: ModelRunner, compute: Callable[[torch.Tensor, After], torch.Tensor | None]) -> None:
+        self.runner, self.compute, self.fresh, self.reason = runner, compute, False, ""
+        self._met: set[tuple[int, ...]] = set()
+        self._recorded: dict[tuple[int, ...], Recorded] = {}
+
+    def run(self, numbers: np.ndarray, after: After) -> torch.Tensor | None:
+        """Return the guesses (N, K), whose tensor the next call overwrites; None for K = 0. What comes the first time is
+        launched, which loads its kernels, and recorded the second time."""
+        key, device, self.fresh = after.sizes, self.runner.device, False
+        known = self._recorded.get(key)
+        if known is None and key in self._met and not self.reason:
+            known = self._record(key, numbers, after)
+        self._met.add(key)
+        if known is None:
+            return self.compute(upload(numbers, device), after)
+        refill(known.numbers, numbers)
+        known.after.fill(after)
+        known.graph.replay()
+        return known.guesses if after.K else None
+
+    def _record(self, key: tuple[int, ...], numbers: np.ndarray, after: After) -> Recorded | None:
+        place, own = upload(numbers, self.runner.device), after.like()
+        own.fill(after)
+        guesses = torch.zeros(after.N, after.K, dtype=torch.int64, device=self.runner.device)
+
+        def step() -> None:
+            found = self.compute(place, own)
+            if found is not None:
+                guesses.copy_(found)
+
+        try:
+            graph = self.runner.capture(step, self.runner.pool)
+        except RuntimeError as e:  # as for the model's passes: then it is launched kernel by kernel
+            if device_lost(e):
+                raise
+            self.reason = str(e).splitlines()[0]
+            return None
+        self.fresh = True
+        return self._recorded.setdefault(key, Recorded(graph, place, own, guesses))
