@@ -1,6 +1,6 @@
 """Where no GPU is, Triton kernels run in Triton's interpreter, which must be switched on before triton is imported.
 
-Commands under test remember their last checkpoint in a folder of their own, not as yours.
+Commands under test remember their last checkpoint, and cache what they generate, in temporary folders, not in yours.
 """
 
 import contextlib
@@ -8,6 +8,7 @@ import gc
 import os
 import sys
 import tempfile
+from pathlib import Path
 
 import own_tree
 import pytest
@@ -68,5 +69,13 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 _state = tempfile.TemporaryDirectory(prefix="lowq-tests-")
 os.environ["XDG_STATE_HOME"] = _state.name
+if "PYTEST_XDIST_WORKER" not in os.environ:  # all processes of a session share one cache
+    _cache = Path(_state.name, "cache")
+    os.environ["XDG_CACHE_HOME"] = str(_cache)
+    (_cache / "lowq").mkdir(mode=0o700, parents=True)
+    for kind in ("cpu", "cubin"):  # compiled kernels stay for later sessions: the CPU library takes 15 s
+        compiled = own_tree.ROOT / ".pytest_cache" / "d" / "lowq" / kind
+        compiled.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (_cache / "lowq" / kind).symlink_to(compiled)
 # each client of a server reads certificates, the bundled file in 15 ms; no test has a connection that needs one
 os.environ["SSL_CERT_DIR"] = _state.name

@@ -4,7 +4,6 @@ import errno
 import io
 import json
 import os
-from pathlib import Path
 
 import pytest
 from test_running import home, left_behind, lowq
@@ -71,7 +70,6 @@ def test_bad_names_and_damaged_conversations_are_refused(home):
 def test_a_session_that_cannot_be_saved_is_refused_before_it_begins(monkeypatch, tmp_path, capsys):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    monkeypatch.setenv("XDG_CACHE_HOME", os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache")))
     assert main.main(["chat", "demo", "--device", "cpu", "--session", "trip"]) == 2
     assert capsys.readouterr().err.endswith("Not a directory; name another state folder: XDG_STATE_HOME=DIR\n")
 

@@ -2,6 +2,9 @@
 
 import json
 import os
+import subprocess
+import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +18,21 @@ from lowq_cli.files.source import open_source
 from lowq_cli.run.output_folder import writing
 from lowq_packers import home
 from lowq_packers.errors import NotFoundError, UsageError
+
+
+@pytest.mark.parametrize("how", ["here", "process", "fork"])
+def test_tests_write_into_temporary_folders_and_not_into_the_users_own(how):
+    code = "from lowq_packers import home; print(home.cache_dir(), home.state_dir(), sep='\\n')"
+    if how == "here":
+        folders = [str(home.cache_dir()), str(home.state_dir())]
+    elif how == "process":
+        folders = subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()
+    else:
+        folders = forking.script(code).stdout.splitlines()
+    for folder in folders:
+        assert Path(folder).is_relative_to(tempfile.gettempdir()), folder
+        assert "/lowq-tests-" in folder
+    assert len(folders) == 2
 
 
 @pytest.fixture
