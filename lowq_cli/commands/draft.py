@@ -8,7 +8,6 @@ from lowq_cli import completion, console
 from lowq_cli.commands import AsJson, Device, Threads, checkpoint_argument, option
 from lowq_packers.errors import UsageError
 
-LITTLE = 1.25  # tokens per step below which a head saves no time: a guess and its check take so many steps of an 8B (H200)
 EXAMPLES = """Examples:
   lowq draft train my-lowq
   lowq draft train my-lowq --tokens 20000000 --out my-head
@@ -49,6 +48,7 @@ def draft(
     check_there(name)
     wake(device)
     with console.status("starting"):
+        from lowq_cli.engine.drafts.drafter_choice import saves_time
         from lowq_cli.run import draft_training, draft_training_plan
 
         planned, model, tokenizer = draft_training_plan.plan_training(name, out, tokens, text, vocab, seed, device, head)
@@ -68,8 +68,11 @@ def draft(
     shares = ", ".join(f"{100 * a:.0f}%" for a in result.accepted)
     there = " (was already there)" if result.already_done else f" in {console.duration(result.seconds)}"
     console.say(f"drafted tokens accepted, first to last: {shares}; up to {result.length:.2f} tokens per step{there}")
-    if result.length < LITTLE:
-        console.say(f"such drafts save no time; train on more than {result.tokens:,} tokens (--tokens)")
+    if result.speed:
+        console.say(f"{result.speed[1]:,.0f} tokens/s with the head on this device, {result.speed[0]:,.0f} without drafts")
+    if not saves_time(vars(result), planned.device.type):
+        more = f"train on more than {result.tokens:,} tokens (--tokens)"
+        console.say(f"such drafts save no time, and --draft auto does not take them; {more}")
         return
     console.say(f"use it: lowq generate {state.as_argument(name)} --draft {state.as_argument(result.out)}")
 

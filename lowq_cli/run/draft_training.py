@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Generator
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from lowq_cli.files.source import CONFIG, HEAD_NOTES, HEAD_STATE
 from lowq_cli.files.weight_files import SINGLE
 from lowq_cli.run import own_text
 from lowq_cli.run.draft_head import LATER, Learner, Sizes, loss_of, right
+from lowq_cli.run.draft_speed import measure
 from lowq_cli.run.draft_training_plan import Training, held_out
 from lowq_cli.state import writing
 from lowq_kernels.modules.joined import weight_of
@@ -56,7 +57,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Trained:
-    """The result. accepted: share of held-out positions whose guesses 1 .. j are all right; length: mean tokens per round."""
+    """The result. accepted: share of held-out positions whose guesses 1 .. j are all right; length: mean tokens per round;
+    speed: tokens/s on `device`, its type, without drafts and with the head, empty if not measured.
+    """
 
     out: str
     params: int
@@ -68,6 +71,8 @@ class Trained:
     accepted: list[float]
     accepted_drawn: list[float]
     length: float
+    device: str = ""
+    speed: list[float] = field(default_factory=list)
     already_done: bool = False
 
 
@@ -114,7 +119,11 @@ def _trained(of: Training, model: Any, tokenizer: Any, save_s: float) -> Generat
     result = Trained(
         str(of.out), of.of.params, of.of.guesses, of.steps, of.tokens, time.monotonic() - began, loss, accepted, drawn, length
     )
-    _write(of, learner, ids, result)
+    _write_head(of, learner, ids)
+    yield Step("time", 0, 1)
+    result = replace(result, device=of.device.type, speed=measure(model, tokenizer, str(of.out), greedy[-held:]))
+    yield Step("time", 1, 1)
+    _finish(of, result)
     return result
 
 
@@ -290,8 +299,8 @@ def _resumed(of: Training, learner: Learner, adam: Any) -> tuple[int, list[torch
     return step, losses
 
 
-def _write(of: Training, learner: Learner, ids: torch.Tensor, result: Trained) -> None:
-    """Write the head's folder in the format of published EAGLE-3 heads, with a file that records its source."""
+def _write_head(of: Training, learner: Learner, ids: torch.Tensor) -> None:
+    """Write the head in the format of published EAGLE-3 heads."""
     tensors = {n: t.to(torch.bfloat16).cpu().contiguous() for n, t in learner.tensors().items()}
     if of.of.guesses != of.of.vocab:
         tensors["d2t"] = ids - torch.arange(len(ids))
@@ -299,6 +308,11 @@ def _write(of: Training, learner: Learner, ids: torch.Tensor, result: Trained) -
     with writing(of.out):
         write_whole(of.out / SINGLE, save(tensors, {"format": "pt"}))
         write_whole(of.out / CONFIG, json.dumps(of.of.config(), indent=2).encode())
+
+
+def _finish(of: Training, result: Trained) -> None:
+    """Record the head's source and the result in its folder, which is finished then."""
+    with writing(of.out):
         notes = {"run": _facts(of), "model": of.model, "text": of.text, "seed": of.seed, **asdict(result)}
         write_whole(of.out / HEAD_NOTES, json.dumps(notes, indent=2).encode())
         (of.out / HEAD_STATE).unlink(missing_ok=True)
@@ -309,6 +323,6 @@ def _made(of: Training) -> Trained | None:
     with suppress(LowqError, OSError, ValueError, KeyError, TypeError):
         notes = json.loads(read_text(of.out / HEAD_NOTES))
         if notes.pop("run") == _facts(of) and (of.out / SINGLE).is_file():
-            names = Trained.__dataclass_fields__
-            return Trained(**{n: notes[n] for n in names if n != "already_done"}, already_done=True)
+            names = Trained.__dataclass_fields__  # an older lowq did not measure the speed
+            return Trained(**{n: notes[n] for n in names if n in notes and n != "already_done"}, already_done=True)
     return None

@@ -300,7 +300,7 @@ def test_a_stop_within_a_step_ends_the_text_there(demo):
     whole = "".join(stream(*demo, prompt, max_new_tokens=60, draft="none"))
     for stop in {whole[i : i + 3] for i in range(5, len(whole) - 3, 7)}:
         g = stream(*demo, prompt, max_new_tokens=60, draft="ngram", stop=stop)
-        g.drafting.timed, g.drafting.costs = None, TableCosts({1: 1.0, 16: 1.0})
+        g.drafting.timed, g.drafting.balance, g.drafting.costs = None, None, TableCosts({1: 1.0, 16: 1.0})
         assert "".join(g) == whole[: whole.index(stop)]
         assert g.finish_reason == "stop"
 
@@ -329,7 +329,7 @@ def test_a_draft_model_changes_no_token(demo, quantized, how):
     shares = []
     for draft in ("demo", quantized):
         g = stream(*demo, prompt, max_new_tokens=50, draft=draft, **how)
-        g.drafting.timed, g.drafting.costs = None, TableCosts({1: 1.0, 16: 1.0})
+        g.drafting.timed, g.drafting.balance, g.drafting.costs = None, None, TableCosts({1: 1.0, 16: 1.0})
         assert "".join(g) == text
         assert g.tokens == without.tokens
         shares.append(g.drafting.accepted / g.drafting.drafted)
@@ -340,7 +340,7 @@ def test_a_draft_model_changes_no_token(demo, quantized, how):
 
 def test_drafts_of_a_device_are_given_up_where_they_are_not_worth_it_and_tried_again(demo, quantized):
     g = stream(*demo, "One day", max_new_tokens=200, draft=quantized)
-    g.drafting.timed, g.drafting.costs = None, TableCosts({1: 1.0, 2: 3.0, 16: 40.0})
+    g.drafting.timed, g.drafting.balance, g.drafting.costs = None, None, TableCosts({1: 1.0, 2: 3.0, 16: 40.0})
     assert "".join(g) == "".join(stream(*demo, "One day", max_new_tokens=200, draft="none"))
     assert 2 <= g.drafting.steps <= 2 * (1 + 200 // 64)
 

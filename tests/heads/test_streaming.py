@@ -1,5 +1,6 @@
 """Texts that are decoded with every kind of head are those without, whatever is accepted; a head that learnt is accepted."""
 
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,12 +23,15 @@ from lowq_cli.engine.drafts.heads import load
 from lowq_cli.engine.model_record import tuned_by
 from lowq_cli.engine.plan import plan_of
 from lowq_cli.engine.sampling import Sampling
+from lowq_cli.files.source import HEAD_NOTES
 from lowq_cli.run import draft_training as training
 from lowq_cli.run.draft_head import Learner, loss_of, sizes
+from lowq_packers.errors import DamagedError
 
 WORDS = SimpleNamespace(eos_token_id=None, decode=lambda ids, **kw: "".join(chr(64 + i) for i in ids))
 PROMPTS = [torch.randint(3, pub.VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9, 23, 2)]
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "seed": 11}
+ALLOWED = drafting_of.Drafting.allowed
 pytestmark = pytest.mark.usefixtures("every_step")
 
 
@@ -129,6 +133,40 @@ def test_a_folder_beside_the_checkpoint_is_taken_by_itself(tmp_path):
     assert said(model, PROMPTS[0], "auto")[1].drafter.name == "EAGLE-3"
 
 
+@pytest.mark.parametrize(
+    ("notes", "drafter"),
+    [
+        ({}, "EAGLE-3"),
+        ({"length": 1.2}, "ngram"),
+        ({"length": 1.3}, "EAGLE-3"),
+        ({"length": 3.0, "device": "cpu", "speed": [1437.0, 667.0]}, "ngram"),
+        ({"length": 3.0, "device": "cpu", "speed": [667.0, 1437.0]}, "EAGLE-3"),
+        ({"length": 3.0, "device": "cuda", "speed": [1437.0, 667.0]}, "EAGLE-3"),
+        ({"length": 1.2, "device": "cpu", "speed": [667.0, 668.0]}, "ngram"),
+        ({"length": 3.0, "device": "cpu", "speed": []}, "EAGLE-3"),
+    ],
+)
+def test_a_head_that_saved_no_time_in_training_is_not_taken_by_itself(notes, drafter, tmp_path):
+    pub.target(tmp_path)
+    eagle(tmp_path / "draft", "SpecForge")
+    (tmp_path / "draft" / HEAD_NOTES).write_text(json.dumps(notes))
+    model = native(tmp_path)
+    tuned_by(model, str(tmp_path))
+    assert said(model, PROMPTS[0], "auto")[1].drafter.name == drafter
+    assert said(model, PROMPTS[0], str(tmp_path / "draft"))[1].drafter.name == "EAGLE-3"
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"length": "long"}', '{"length": 3, "device": "cpu", "speed": [1]}', "7"])
+def test_damaged_notes_of_a_head_are_named(content, tmp_path):
+    pub.target(tmp_path)
+    eagle(tmp_path / "draft", "SpecForge")
+    (tmp_path / "draft" / HEAD_NOTES).write_text(content)
+    model = native(tmp_path)
+    tuned_by(model, str(tmp_path))
+    with pytest.raises(DamagedError, match=f"{HEAD_NOTES} is not what lowq draft train writes"):
+        said(model, PROMPTS[0], "auto")
+
+
 def test_texts_in_a_batch_guess_as_each_alone(llama, tmp_path):
     texts, ends = (TEXT, TEXT.flip(0)), (9, 6)
     for folder in kinds(tmp_path):
@@ -167,17 +205,20 @@ def test_on_a_cpu_a_head_that_is_not_worth_its_time_is_let_go(seconds, right, go
     said(model, PROMPTS[0], str(tmp_path / "head"))
     decoder = decoder_of(model)
     decoder.timed.clear()
+    decoder.balances.clear()
     for of in (drafting_of, draft_length):
         monkeypatch.setattr(of, "ENOUGH", 4)
+    monkeypatch.setattr(drafting_of.Drafting, "allowed", ALLOWED)
     drafting = OnDevice(decoder.attached.drafter, decoder)
     decoder.start([PROMPTS[0]], Sampling(), 200)
     taken = []
-    for _ in range(60):
+    for _ in range(400):
         _, rows, fresh = drafting.launch()
-        drafting.read([right, *range(rows)] if rows > 1 else [0], rows, fresh)
-        drafting.took(1, seconds if rows > 1 else 1.0)
+        tokens = drafting.read([right, *range(rows)] if rows > 1 else [0], rows, fresh)
+        drafting.took(len(tokens), seconds if rows > 1 else 1.0)
         taken.append(rows)
     assert taken[:5] == [1] * 5
+    assert goes_on or sum((seconds - 1) * (rows > 1) for rows in taken) < 25  # in plain steps
     assert (max(taken[-20:]) > 1) == goes_on
     again = OnDevice(decoder.attached.drafter, decoder)
     decoder.start([PROMPTS[0]], Sampling(), 200)

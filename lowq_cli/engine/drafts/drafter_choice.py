@@ -1,5 +1,7 @@
 """Load the drafter that a name stands for, and attach it to a decoder."""
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +10,15 @@ from lowq_cli.engine.drafts.drafting import FromHost, OnDevice, is_large
 from lowq_cli.engine.drafts.ngram import NGram
 from lowq_cli.engine.model_record import DRAFT, owned
 from lowq_cli.engine.plan import plan_of, why_not
-from lowq_cli.files.source import check_there, open_source
+from lowq_cli.files.source import HEAD_NOTES, check_there, open_source
 from lowq_cli.state import user_path
-from lowq_packers.errors import UnsupportedError, UsageError
+from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
+from lowq_packers.regular import MAX_CONFIG, read_text
 
 NAMES = ("auto", "ngram", "mtp", "none")
 # Devices on which "auto" means n-grams if no head was trained; on a GPU it does so in `generate` with large models (`is_large`)
 BY_NGRAMS = ("cpu",)
+LITTLE = 1.25  # tokens per step below which a head saves no time: a guess and its check take so many steps of an 8B (H200)
 
 
 def check(draft: str) -> str:
@@ -36,13 +40,14 @@ def settled(draft: str, device: str, large: bool = False) -> str:
 
 def make(draft: str, model: Any, tokenizer: Any) -> HostDrafter | DeviceDrafter | None:
     """The drafter for one sequence of a model, or None: n-grams; for "auto" the head trained for the checkpoint if it has one
-    (otherwise as `settled`); the checkpoint's MTP layer; or the head or model in a folder.
+    that saves time (otherwise as `settled`); the checkpoint's MTP layer; or the head or model in a folder.
 
     Raises UsageError for an unknown name, UnsupportedError and DamagedError for a drafter that does not fit the model.
     """
-    trained = Path(owned(model).tuned or "/nowhere") / DRAFT
-    large = draft == "auto" and model.device.type == "cuda" and why_not(model) is None and is_large(plan_of(model))
-    name = str(trained) if check(draft) == "auto" and trained.is_dir() else settled(draft, model.device.type, large)
+    trained, device = Path(owned(model).tuned or "/nowhere") / DRAFT, model.device.type
+    large = draft == "auto" and device == "cuda" and why_not(model) is None and is_large(plan_of(model))
+    use_head = check(draft) == "auto" and trained.is_dir() and saves_time(_notes(trained), device)
+    name = str(trained) if use_head else settled(draft, device, large)
     if name == "none":
         return None
     if name == "ngram":
@@ -53,6 +58,26 @@ def make(draft: str, model: Any, tokenizer: Any) -> HostDrafter | DeviceDrafter 
         drafters[name] = _loaded(name, model, tokenizer)
     drafter: DeviceDrafter = drafters[name]
     return drafter
+
+
+def saves_time(notes: Mapping[str, Any], device: str) -> bool:
+    """Whether a head saves time by what its training recorded: the tokens per step and, if measured on this kind of device,
+    the speed. A head without such a record, which someone copied there, counts as one that does."""
+    speed = notes.get("speed") if notes.get("device") == device else None
+    return notes.get("length", LITTLE) >= LITTLE and (not speed or speed[1] > speed[0])  # type: ignore[no-any-return]
+
+
+def _notes(folder: Path) -> dict[str, Any]:
+    """What the training of the head in a folder recorded. Raises DamagedError where that is not what it writes."""
+    file = folder / HEAD_NOTES
+    if not file.is_file():
+        return {}
+    try:
+        notes: dict[str, Any] = json.loads(read_text(file, MAX_CONFIG))
+        saves_time(notes, notes.get("device", ""))
+    except (ValueError, TypeError, AttributeError, LookupError) as e:
+        raise DamagedError(f"{file} is not what lowq draft train writes ({e}); remove {folder}") from None
+    return notes
 
 
 def served(draft: str, model: Any, tokenizer: Any) -> str | PagedDrafter:

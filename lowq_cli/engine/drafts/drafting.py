@@ -104,7 +104,7 @@ class Drafting:
 
     def _verify(self, drafts: Sequence[int], rows: int) -> "torch.Tensor":
         verification = self.decoder.verify(drafts, rows)
-        self.once |= verification.new
+        self.once |= verification.new or (self.timed is not None and rows not in self.timed.tried)
         return verification.result
 
     def _count(self, drafts: int, accepted: int) -> None:
@@ -224,6 +224,8 @@ class OnDevice(Drafting):
         rows = self.timed or self.costs
         self.costs = lambda n: rows(n) + (0.0 if self.timed is not None and n in self.timed.times else (n - 1) * share)
         self.rates = Rates([BEFORE] * drafter.most)
+        if self.timed is not None:  # a guess on a CPU may take as long as ten plain steps of a small model
+            self.balance = decoder.balances.setdefault(drafter.name, Balance(ENOUGH + 1))
         self.idle, self.trying, self.stale = 0, 0, False
 
     def launch(self) -> tuple["torch.Tensor", int, bool]:
