@@ -8,6 +8,7 @@ from functools import cache
 import torch
 
 from lowq_cli import quantizers
+from lowq_cli.calibrate import texts
 from lowq_cli.calibrate.learn import EPOCHS
 from lowq_cli.calibrate.requirements import (
     ALONE_TOKENS,
@@ -23,10 +24,16 @@ from lowq_cli.quantizers import _table_book, lsq, yaqa
 from lowq_packers.scheme import Scheme
 
 # Duration of a calibration divided by the time that its operations take at the rate of one large matmul: the calibration's
-# matmuls are smaller, and it reads and writes between them. Measured twice with the demo, --recipe small, on one core: 86 s
-# instead of 36 s at that rate (2.4 times), and 112.5 s instead of 41 s (2.7 times). On an H200, layers of gptq and yaqa of 1B's
-# and 8B's shapes, SETUP left out: 1.3 to 1.7 times.
-OVERHEAD = {"cpu": 2.6, "cuda": 1.4}
+# matmuls are smaller, and it reads and writes between them. On one core, ATTENTION included: gptq takes 69 s for story (64 s at
+# that rate) and 197 s for base (178 s), 65,536 tokens each. On an H200, layers of gptq and yaqa of 1B's and 8B's shapes, SETUP
+# left out: 1.3 to 1.7 times.
+OVERHEAD = {"cpu": 1.1, "cuda": 1.4}
+# Duration of attention divided by that of its two products at the matmul's rate, all positions counted: in the walk, and where
+# all layers are trained together, with the softmax over the vocabulary. On one core in fp32: 21 s instead of 15 s of story's
+# gptq; distill of story with 16,384 tokens in 131 to 147 s (124 s by these), of base with 8,192 in 163 to 223 s (181 s). On a
+# GPU attention is within OVERHEAD and RECORDED.
+ATTENTION, LEARNING_ATTENTION = {"cpu": 1.4, "cuda": 0.0}, {"cpu": 4.0, "cuda": 0.0}
+ATTENDED = 8  # times that a layer's attention runs per token: in both streams, and again up to each of four stages
 # Width of the matmul whose rate counts. On an H200 one of 1,024 takes 0.1 ms, most of it the host's: 2.3e13 operations per
 # second, and 1.1e13 right after a pause; 4,096: 5.0e13, as 8,192.
 WIDTH = {"cpu": 1024, "cuda": 4096}
@@ -53,10 +60,13 @@ LAUNCHES = 100  # ops between two synchronisations when a launch is timed
 
 def seconds(plan: Plan, device: torch.device) -> float:
     """Estimated seconds of a calibration: its operations at the rate of a matmul that is timed here, and a GPU's launches."""
-    alone, together = _operations(plan)
-    recorded = device.type == "cuda" and all(i.kind != "expert" for i in plan.items)
-    over = OVERHEAD.get(device.type, OVERHEAD["cpu"])
-    work = (over * alone + (RECORDED if recorded else over * LEARNING) * together) * _operation_s(device)
+    (alone, together), kind = _operations(plan), "cuda" if device.type == "cuda" else "cpu"
+    recorded = kind == "cuda" and all(i.kind != "expert" for i in plan.items)
+    over, layer = OVERHEAD[kind], _attention(plan) * plan.recipe.tokens
+    slower = RECORDED / over if recorded else LEARNING if kind == "cuda" else 1.0
+    alone += ATTENTION[kind] * ATTENDED * layer
+    learnt = LEARNING_ATTENTION[kind] * _runs(plan) / 2 * (UNSEEN + 1) / UNSEEN * layer if together else 0.0
+    work = over * (alone + slower * together + learnt) * _operation_s(device)
     if device.type != "cuda" or not work:
         return work
     return work + SETUP + sum(_launches(i, device.type) for i in plan.items) * _launch_s(device)
@@ -132,6 +142,19 @@ def operations(plan: Plan) -> float:
     return alone + LEARNING * together
 
 
+def _attention(plan: Plan) -> float:
+    """The operations of all layers' attention per token: its products with all keys and values of its window."""
+    layers = {m[1]: i.shape[1] for i in plan.items if i.kind == "attention" and (m := re.search(r"\.(\d+)\.", i.name))}
+    return 4.0 * texts.WINDOW * sum(layers.values())
+
+
+def _runs(plan: Plan) -> int:
+    """The operations per weight and token where all layers are trained together; see `_operations`."""
+    items = [i for i in plan.items if i.method and quantizers.needs_text(i.method)]
+    weights = sum(i.params for i in items)
+    return 8 * pass_count(items, weights) + 2 * part_count(items, weights) + 2
+
+
 def _operations(plan: Plan) -> tuple[float, float]:
     """The operations of the walk, slower ones counted as more, and those of training all layers together, as they are.
 
@@ -159,5 +182,5 @@ def _operations(plan: Plan) -> tuple[float, float]:
         alone = sum(i.params for i in items if learns_alone(i, weights))
         work += LEARNING * (min(read, ALONE_TOKENS) if distills else read) * 6 * (EPOCHS + 1) * alone
         if distills:
-            return work, read * (8 * pass_count(items, weights) + 2 * part_count(items, weights) + 2) * (sum(learning) + tables)
+            return work, read * _runs(plan) * (sum(learning) + tables)
     return work, 0.0

@@ -226,7 +226,7 @@ def quantize(
             more |= _bound(prepared) | ({"export": {"format": to, "out": str(target)}} if target else {})
             console.out_json({**prepared.plan.to_json(), "out": str(prepared.out), "budget": prepared.budget.to_json(), **more})
         elif dry_run:
-            read = "" if prepared.mixed else "read of the weights, nothing was "
+            read = "" if prepared.mixed or prepared.text or prepared.own else "read of the weights, nothing was "
             console.say(f"dry run: nothing was {read}written into {prepared.out}")
         if dry_run:
             return

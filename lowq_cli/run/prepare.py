@@ -72,7 +72,8 @@ def prepare(
 ) -> Iterator[Prepared]:
     """Prepare to quantize `model` by `recipe` into `out`.
 
-    headers_only: only for the plan; except for a budget of bits, no weight is read or downloaded, and torch is not imported.
+    headers_only: only for the plan; except for a budget of bits, no weight is read or downloaded, and torch is imported only
+    to time samples of a calibration.
     device: one, or several as "cuda:0,cuda:1", each of which quantizes a tensor; the bytes do not depend on it.
     watch: called with the progress of what a budget of bits needs for its plan: the text, the layers, the rounds for a bound.
     make: quantizes the model by another recipe into a folder: trials for a bound, and the quick copy that generates the text if
@@ -95,7 +96,7 @@ def prepare(
         allocation = text = text_plan = met = trial = None
         given, notes = recipe.calib is not None, []
         if recipe.method != "auto" and quantizers.needs_text(recipe.method) and recipe.calib in (None, SELF):
-            if headers_only and not budgeted:
+            if raw.folder is None:  # only headers were fetched, which do not identify a text in the cache
                 notes = [] if given else [UNDECIDED]
             else:
                 from lowq_cli.run import own_text_plan  # the decoder
@@ -146,7 +147,7 @@ def prepare(
                 "read, or the method is calibrated); name one device"
             )
         written = _bytes_in(folder, plan)
-        timed = budgeted or not headers_only
+        timed = budgeted or not headers_only or is_calibrated(plan)  # a calibration's time is what a user wants to know first
         rounding = make_budget(plan, folder, devices[0], len(workers), written, source.held_bytes, timed)
         budget = with_text(rounding, text_plan)
         yield Prepared(plan, folder, devices, budget, allocation, source, workers, began, text, text_plan, given, met, trial)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import lowq
 from lowq_cli.calibrate import cost
 from lowq_cli.quantizers import _table_book, gptq, lsq
 from lowq_cli.quantizers._table_book import Book
@@ -104,6 +105,31 @@ def test_only_a_gpus_estimate_counts_launches(monkeypatch):
     there = cost.seconds(gptqs, torch.device("cuda")) - layers
     assert there == pytest.approx(2048 // 64 * cost._group_launches(Scheme(4, 64), "cuda"))
     assert cost.seconds(plan(Scheme(4, 64), "awq"), torch.device("cuda")) == pytest.approx(layers)  # no launches of rounding
+
+
+def test_attention_runs_as_often_as_it_is_counted(short_demo, tmp_path, monkeypatch):
+    attend, positions = torch.nn.functional.scaled_dot_product_attention, []
+
+    def counted(query, *args, **how):
+        positions.append(query.shape[0] * query.shape[2])
+        return attend(query, *args, **how)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
+    tokens = 8 * 512  # a batch of windows
+    lowq.quantize(short_demo, out=tmp_path / "out", method="gptq", calib="bundled", calib_tokens=tokens, device="cpu")
+    assert sum(positions) / (2 * tokens) == pytest.approx(cost.ATTENDED, abs=1)  # two layers
+
+
+def test_attention_of_narrow_layers_counts_on_a_cpu(monkeypatch):
+    """Its operations are those of its two products over a window."""
+    monkeypatch.setattr(cost, "_operation_s", lambda device: 1e-12)
+    wide = plan(Scheme(4, 64), "gptq", kind="attention")
+    assert cost.seconds(wide, torch.device("cpu")) == pytest.approx(
+        cost.OVERHEAD["cpu"] * 1e-12 * (cost.operations(wide) + cost.ATTENTION["cpu"] * cost.ATTENDED * 4096 * 4 * 512 * 2048)
+    )
+    small = plan(Scheme(4, 64), "distill", kind="attention")
+    without = plan(Scheme(4, 64), "distill")
+    assert cost.seconds(small, torch.device("cpu")) > cost.seconds(without, torch.device("cpu"))
 
 
 def test_nothing_to_calibrate_takes_no_time(monkeypatch):

@@ -14,6 +14,8 @@ import lowq
 from lowq_cli.files.safetensors_io import read_header
 from lowq_cli.files.source import DEMO
 from lowq_cli.main import app
+from lowq_cli.plan.recipe import make_recipe
+from lowq_cli.run.prepare import prepare
 from lowq_kernels.dispatch import tuning_file
 
 HEAVY = ("torch", "transformers", "triton", "numpy", "tokenizers")
@@ -98,13 +100,29 @@ def test_ls_imports_no_torch(tuned):
     assert not imported("ls")[0]
 
 
-@pytest.mark.parametrize("flags", [(), ("--method", "gptq"), ("--format", "fp8"), ("--for", "vllm")], ids=" ".join)
+@pytest.mark.parametrize("flags", [(), ("--format", "fp8"), ("--for", "vllm")], ids=" ".join)
 def test_a_plan_of_a_known_family_imports_no_torch(flags, tmp_path):
     result, output = imported("quantize", "demo", *flags, "--dry-run", "--json", folder=tmp_path)
     assert not result
     plan = json.loads(output)
     assert plan["quantized_fraction"] > 0.5
     assert plan["budget"]["seconds"] is None  # a sample of the work would tell: the run takes one
+
+
+@pytest.mark.parametrize("method", ["gptq", "distill"])
+@pytest.mark.parametrize("calib", [(), ("--calib", "bundled")], ids=["own text", "bundled"])
+def test_a_plan_of_a_calibration_names_its_time_and_the_folder_that_the_run_writes(method, calib, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = ("quantize", "demo", "--method", method, "--calib-tokens", "4096", *calib, "--device", "cpu", "--dry-run", "--json")
+    plan = json.loads(imported(*flags, folder=tmp_path)[1])
+    assert 1 < plan["budget"]["seconds"] < 600
+    assert plan["budget"]["within"] == 2
+    with prepare(
+        "demo", make_recipe(None, method=method, calib_tokens=4096, calib=(calib or ("", None))[1]), device="cpu"
+    ) as run:
+        assert Path(plan["out"]).name == run.out.name
+        assert plan["notes"] == [*run.plan.notes] or not calib
+    assert not list(tmp_path.iterdir())
 
 
 def test_quantizing_a_known_family_imports_no_transformers(tmp_path):
