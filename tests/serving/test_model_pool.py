@@ -643,6 +643,24 @@ def many(four, start_on):
     return start_on(four / "ash", "--models", four, "--memory", TWO, "--cache-tokens", 2048, "--deterministic", forked=False)
 
 
+def test_a_server_whose_default_model_does_not_load_starts_with_the_others(four, tmp_path, start_on):
+    shutil.copytree(four / "ash", tmp_path / "good")
+    (tmp_path / "bad.gguf").write_bytes(b"no GGUF file")
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\0\0\0")
+    server = start_on(f"--models={tmp_path}", "--cache-tokens", 2048)
+    models = {m["id"]: m for m in httpx.get(f"{server.url}/v1/models", timeout=30).json()["data"]}
+    assert next(iter(models)) == "good"
+    body = {"prompt": "Once", "max_tokens": 2}
+    for name in ("bad", "cut"):
+        refused = httpx.post(f"{server.url}/v1/completions", json=body | {"model": name}, timeout=60)
+        assert refused.status_code >= 400
+        assert f"{name}.gguf" in refused.json()["error"]["message"]
+    assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["model"] == "good"
+    sizes = {m["name"]: m["size"] for m in httpx.get(f"{server.url}/api/tags", timeout=30).json()["models"]}
+    on_disk = sum(f.stat().st_size for f in (tmp_path / "good").glob("*.safetensors"))
+    assert {n: sizes[n] for n in ("good", "bad", "cut")} == {"good": on_disk, "bad": 12, "cut": 8}
+
+
 def states(server):
     return {m["id"]: m["state"] for m in httpx.get(f"{server.url}/v1/models", timeout=30).json()["data"]}
 

@@ -1,7 +1,7 @@
 """Makes the model pool of `serve` and `batch` from their arguments, with the default model loaded."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +11,11 @@ from lowq_cli.serving import catalog
 from lowq_cli.serving.catalog import Offer
 from lowq_cli.serving.host_memory import HostMemory
 from lowq_cli.serving.http.loading import Loaded, Loader, LoadingModel
-from lowq_packers.errors import NotFoundError, UsageError
+from lowq_packers.errors import DoesNotFitError, NotFoundError, UnsupportedError, UsageError
 
 if TYPE_CHECKING:
     from lowq_cli.serving.http.model_pool import ModelPool
+    from lowq_cli.serving.http.served_model import ServedModel
 
 
 @dataclass(frozen=True)
@@ -99,14 +100,17 @@ class Opening:
         self.host = _host_memory(offers)
         self.loader = Loader(device, how, self.host)
         learnt = None if arguments.one else self.loader.measurements
-        given = (offers.models[offers.default], device, how, console.quiet)
-        self.first = LoadingModel(*given, host=self.host, measurements=learnt)
+        self._begin: Callable[[str], LoadingModel] = lambda name: LoadingModel(
+            offers.models[name], device, how, console.quiet, host=self.host, measurements=learnt
+        )
+        self.first = self._begin(offers.default)
 
     def pool(self, say: Callable[[str], None]) -> "ModelPool":
         """The pool with the default model loaded and its engine not started. Raises what loading raises."""
         from lowq_cli.serving.http.model_pool import ModelPool  # imported while the process loads the model
 
-        offers, model = self.offers, self.first.made()
+        model = self._made(say)
+        offers = self.offers
         bound = None if self.arguments.one else offers.memory or _room(self.loaded, offers.kv_host or 0)
         pool = ModelPool(offers.models, offers.default, self.loader.begin, bound, offers.keep_alive, only=self.arguments.one)
         pool.reports.host = self.host
@@ -117,6 +121,22 @@ class Opening:
         pool.loads.check = lambda offer: check_there(offer.path)
         pool.refresh = dict if self.arguments.one else lambda: self.arguments.read().models
         return pool
+
+    def _made(self, say: Callable[[str], None]) -> "ServedModel":
+        """The default model, or the first other one that loads, which is then the default. Raises the default's error if none
+        does, or the user named a model."""
+        others = [] if self.arguments.ckpt else [n for n in self.offers.models if n != self.offers.default]
+        name, error = self.offers.default, None
+        while True:
+            try:
+                return self.first.made()
+            except (NotFoundError, UnsupportedError, DoesNotFitError) as e:
+                error = error or e
+                if not others:
+                    raise error from None
+                say(f"{name} is not loaded: {e}")
+                name = others.pop(0)
+                self.offers, self.first = replace(self.offers, default=name), self._begin(name)
 
     @property
     def loaded(self) -> Loaded:
