@@ -190,15 +190,15 @@ def embedding(body: dict[str, Any]) -> dict[str, Any]:
     return {"normalize": False, "input": body.get("prompt")} | {n: v for n, v in body.items() if n != "prompt"}
 
 
-def described(model: dict[str, Any]) -> dict[str, Any]:
-    """An entry of /v1/models in the format of /api/tags and /api/ps."""
+def described(model: dict[str, Any], size: int = 0) -> dict[str, Any]:
+    """An entry of /v1/models in the format of /api/tags, whose size is that on disk (`size`), and of /api/ps, in memory."""
     changed = datetime.fromtimestamp(model["created"], UTC).isoformat().replace("+00:00", "Z")
-    size = model.get("bytes") or 0
+    memory = model.get("bytes") or 0
     details = {"parent_model": "", "format": "safetensors", "family": "", "families": []}
     details |= {"parameter_size": "", "quantization_level": ""}
     digest = hashlib.sha256(model["id"].encode(errors="replace")).hexdigest()
-    head = {"name": model["id"], "model": model["id"], "modified_at": changed, "size": size}
-    return head | {"digest": digest, "details": details, "size_vram": size, "context_length": model.get("max_model_len", 0)}
+    head = {"name": model["id"], "model": model["id"], "modified_at": changed, "size": size or memory}
+    return head | {"digest": digest, "details": details, "size_vram": memory, "context_length": model.get("max_model_len", 0)}
 
 
 def shown_model(model: dict[str, Any]) -> dict[str, Any]:

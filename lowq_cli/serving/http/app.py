@@ -189,7 +189,7 @@ class Endpoints:
 
     async def tags(self, _: HttpRequest) -> Response:
         """/api/tags: all models, for ollama's clients."""
-        return answer_json({"models": [ollama.described(m) for m in self.served.models.entries()]})
+        return answer_json({"models": [ollama.described(m, m["disk_bytes"]) for m in self.served.models.entries()]})
 
     async def loaded(self, _: HttpRequest) -> Response:
         """/api/ps: the loaded models, for ollama's clients."""

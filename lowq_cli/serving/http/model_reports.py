@@ -40,7 +40,7 @@ class ModelReports:
         facts = place.model.shown() if place.model is not None else place.known or place.offer.published()
         head = {"id": place.offer.name, "object": "model", "created": self.created, "owned_by": "lowq"}
         more: dict[str, Any] = {"state": place.state.value, "loaded": place.state is State.READY}
-        more |= {"bytes": place.need, "pinned": place.offer.pin}
+        more |= {"bytes": place.need, "disk_bytes": place.offer.weight_bytes(), "pinned": place.offer.pin}
         more |= {"kv_host_bytes": self.host_bytes(place.offer.name)} if self.host is not None else {}
         return {**head, **facts, **more} | ({"error": place.why} if place.why else {})
 
