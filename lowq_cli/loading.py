@@ -4,6 +4,7 @@ import os
 
 import torch
 
+from lowq_cli.engine.model_record import owned
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.load import PreTrainedModel, load_model
 from lowq_cli.hf.tokenizer import PreTrainedTokenizerBase, load_tokenizer
@@ -27,9 +28,15 @@ def load(
         lora: the folder of an adapter that PEFT wrote: the model computes with it, its packed weights stay as they are.
     Raises:
         NotFoundError, DamagedError, UnsupportedError, DoesNotFitError: in one line each.
+
+    On a CPU weights may be memory-mapped: whoever writes over their files (`cp`; not `mv`) changes the model. `lowq.stream`
+    then raises OverwrittenError, a DamagedError, before it yields another piece; the model's own `forward` and `generate` do
+    not look.
     """
     with open_source(runnable(model)) as source:
         loaded, tokenizer = load_model(source, device, dtype), load_tokenizer(source)
+        if loaded.device.type == "cpu":
+            owned(loaded).mapped = source.all_mapped()
     if lora is not None:
         from lowq_cli.engine.lora import attach
         from lowq_cli.files.adapter import read_adapter

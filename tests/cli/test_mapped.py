@@ -11,12 +11,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import lowq
 from lowq_cli.engine import native_loader
 from lowq_cli.engine.open_model import ready
 from lowq_cli.engine.parallel_read import Reader
 from lowq_cli.engine.prompts import stream
 from lowq_cli.evaluate.perplexity import evaluate
 from lowq_cli.evaluate.tasks import Judge
+from lowq_cli.files.mapped_file import OverwrittenError
 from lowq_cli.files.source import DEMO, open_source
 from lowq_cli.interop.exporter import export
 from lowq_cli.plan.recipe import make_recipe
@@ -233,3 +235,25 @@ def test_an_export_is_never_made_of_two_models(copied, tmp_path):
     with pytest.raises(DamagedError, match=CHANGED):
         export(copied[0], "hqq", tmp_path / "out", progress=once)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("when", ["before the text", "within the text"])
+def test_a_text_of_a_loaded_model_ends_where_its_file_was_written_over(when, folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "m")
+    model, tokenizer = lowq.load(tmp_path / "m", device="cpu")
+    text = iter(lowq.stream(model, tokenizer, [5, 6, 7], max_new_tokens=20, draft="none"))
+    if when == "within the text":
+        next(text)
+    with open(tmp_path / "m" / "model.safetensors", "r+b") as file:
+        file.seek(-64, 2)
+        file.write(bytes(64))
+    with pytest.raises(OverwrittenError, match=r"model\.safetensors"):
+        list(text)
+
+
+def test_a_loaded_model_whose_file_is_replaced_goes_on(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "m")
+    model, tokenizer = lowq.load(tmp_path / "m", device="cpu")
+    (tmp_path / "new").write_bytes(b"another file")
+    (tmp_path / "new").replace(tmp_path / "m" / "model.safetensors")
+    assert "".join(lowq.stream(model, tokenizer, [5, 6, 7], max_new_tokens=5, draft="none"))
