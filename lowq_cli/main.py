@@ -14,7 +14,9 @@ import os
 import pkgutil
 import re
 import shlex
+import shutil
 import sys
+import textwrap
 import threading
 import traceback
 from collections.abc import Callable, Sequence
@@ -42,13 +44,17 @@ ORDER = (
     *("draft", "export", "refine", "serve", "batch", "ps", "stop", "push", "ls", "rm", "doctor"),
 )
 
+COLUMNS = shutil.get_terminal_size().columns  # click's --help takes 50 or more, and folds no examples
+WIDTH = max(30, COLUMNS - 2) if COLUMNS < 80 else 108
+
 app = typer.Typer(
     name="lowq",
     no_args_is_help=True,
     rich_markup_mode=None,  # Rich's help takes 0.17 s more, which exceeds the limit of 0.2 s
     pretty_exceptions_enable=False,
     add_completion=True,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+    | ({"terminal_width": WIDTH} if COLUMNS < 80 else {}),
     help="Quantize a Hugging Face model to 8/4/3/2/1 bits, tune kernels, run it.",
     epilog="\b\nStart with:  lowq quantize demo  &&  lowq generate --prompt 'Once upon a time'",
 )
@@ -73,13 +79,22 @@ def _global(
         os.environ["LOWQ_DEBUG"] = "1"
 
 
+def _folded(line: str) -> str:
+    """A line of examples in as many lines as the terminal needs, the later ones indented further."""
+    if len(line) + 2 <= WIDTH:  # click indents it by 2
+        return line
+    indent = len(line) - len(line.lstrip()) + 4
+    return textwrap.fill(line, WIDTH - 2, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+
+
 def _add_commands() -> None:
     modules = {m.name for m in pkgutil.iter_modules(commands.__path__)}
     for name in sorted(modules, key=lambda n: (ORDER.index(n) if n in ORDER else len(ORDER), n)):
         module = importlib.import_module(f"lowq_cli.commands.{name}")
         function = getattr(module, name)
         summary = re.split(r"[;:.]\s", function.__doc__, maxsplit=1)[0].rstrip(".")
-        examples = "\n\n".join("\b\n" + paragraph for paragraph in module.EXAMPLES.split("\n\n"))  # \b keeps line breaks
+        paragraphs = ("\n".join(map(_folded, p.splitlines())) for p in module.EXAMPLES.split("\n\n"))
+        examples = "\n\n".join("\b\n" + paragraph for paragraph in paragraphs)  # \b keeps line breaks
         app.command(name, short_help=summary, epilog=examples)(_with_quiet(_guarded(function)))
 
 

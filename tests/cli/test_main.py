@@ -407,3 +407,12 @@ def test_a_working_folder_that_was_deleted_is_one_line(command, tmp_path):
         "lowq: the working folder does not exist any more; change to another one (cd)\n",
     )
     assert main.main(["quantize", "--help"]) == 0
+
+
+@pytest.mark.parametrize("columns", [52, 60])
+@pytest.mark.parametrize("command", ["run", "quantize", "chat", "serve", "export"])
+def test_help_fits_a_narrow_terminal(command, columns):
+    lines = run(command, "--help", COLUMNS=str(columns)).stdout.splitlines()
+    wide = [line for line in lines if len(line) > columns and " " in line.strip()]  # one word, such as a path, is not broken
+    assert len(lines) > 20
+    assert not wide
