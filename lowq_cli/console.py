@@ -89,8 +89,8 @@ def _broken(line: str, stream: TextIO) -> str:
 
 
 def page(text: str) -> None:
-    """Print preformatted lines for the user on stderr."""
-    _print(visible(text), sys.stderr)
+    """Print preformatted lines for the user on stderr, each broken between words if the terminal is too narrow."""
+    _print("\n".join(_broken(line, sys.stderr) for line in visible(text).splitlines()), sys.stderr)
 
 
 def warn(message: str) -> None:

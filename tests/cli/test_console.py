@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import sys
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 
 import pytest
@@ -128,3 +129,16 @@ def test_columns_that_are_no_width_do_not_end_the_work(columns, width, monkeypat
         assert console.stderr().width == width
     finally:
         console.stderr.cache_clear()
+
+
+def test_help_inside_a_chat_fits_a_narrow_terminal(monkeypatch):
+    from lowq_cli.commands.chat import INSIDE
+
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("COLUMNS", "40")
+    console.page(INSIDE)
+    lines = stream.getvalue().splitlines()
+    assert max(map(len, lines)) <= 40
+    assert " ".join(stream.getvalue().split()) == " ".join(INSIDE.split())
