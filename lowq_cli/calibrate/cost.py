@@ -144,7 +144,8 @@ def operations(plan: Plan) -> float:
 
 def _attention(plan: Plan) -> float:
     """The operations of all layers' attention per token: its products with all keys and values of its window."""
-    layers = {m[1]: i.shape[1] for i in plan.items if i.kind == "attention" and (m := re.search(r"\.(\d+)\.", i.name))}
+    matrices = [i for i in plan.items if i.kind == "attention" and len(i.shape) == 2]  # not biases
+    layers = {m[1]: i.shape[1] for i in matrices if (m := re.search(r"\.(\d+)\.", i.name))}
     return 4.0 * texts.WINDOW * sum(layers.values())
 
 

@@ -127,6 +127,8 @@ def test_attention_of_narrow_layers_counts_on_a_cpu(monkeypatch):
     assert cost.seconds(wide, torch.device("cpu")) == pytest.approx(
         cost.OVERHEAD["cpu"] * 1e-12 * (cost.operations(wide) + cost.ATTENTION["cpu"] * cost.ATTENDED * 4096 * 4 * 512 * 2048)
     )
+    bias = SimpleNamespace(name="model.layers.0.bias", kind="attention", shape=(2048,), params=2048, scheme=None, method=None)
+    assert cost._attention(SimpleNamespace(items=[*wide.items, bias])) == cost._attention(wide) > 0
     small = plan(Scheme(4, 64), "distill", kind="attention")
     without = plan(Scheme(4, 64), "distill")
     assert cost.seconds(small, torch.device("cpu")) > cost.seconds(without, torch.device("cpu"))
