@@ -108,9 +108,11 @@ def ops(device_type: str) -> Ops:
         from lowq_kernels.decode import cpu, latent_cpu, mixture_cpu, rows_cpu
 
         of_rows = ("normed", "add", "update_norm", "update_norms", "prepare", "opened", "opened_by")
-        parts = {cpu: ("add_norm", "attend", "attend_rows", "gated", "activated"), rows_cpu: of_rows}
+        attending = ("attend", "attend_rows", "attend_prompt", "attend_packed")
+        parts = {cpu: ("add_norm", "gated", "activated", *attending), rows_cpu: of_rows}
         named: dict[str, Any] = {name: getattr(module, name) for module, names in parts.items() for name in names}
-        return replace(TORCH, name="cpu", route_by=mixture_cpu.route_by, latent=replace(LATENT, step=latent_cpu.step), **named)
+        latents = replace(LATENT, step=latent_cpu.step, prompt=latent_cpu.prompt, packed=latent_cpu.packed)
+        return replace(TORCH, name="cpu", route_by=mixture_cpu.route_by, latent=latents, **named)
     if device_type != "cuda":
         return TORCH
     if optional("lowq_kernels.decode.elementwise", "triton") is None:

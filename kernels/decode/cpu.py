@@ -9,23 +9,22 @@ from typing import Any
 import torch
 
 from lowq_kernels.decode import activation, reference
-from lowq_kernels.decode.kv import Cache, Coded
+from lowq_kernels.decode.kv import Cache
+from lowq_kernels.decode.kv_cpu import KINDS, LANES, in_cpp, slots_of
 from lowq_kernels.decode.reference import Heads, Places
 from lowq_kernels.products.cpu import native
 from lowq_kernels.products.cpu.native import ADD_NORM, ATTEND, DTYPES, GATED, struct
 
 ACTS = ("silu", "gelu_tanh", "gelu", "relu", "relu2", activation.CLAMPED)  # as args.h numbers them
-LANES = 16  # head dims must be a multiple: whole vector registers in every instruction set
-
 
 ARGS = (
     struct("Norm", p="x delta post weight y", i="M H dtype meta threads", f="eps"),
     struct("Gated", p="x by y", q="apart", i="M I dtype act alone threads", f="scale"),
     struct(
         "Attend",
-        p="qkv k v cos sin pos table q_norm k_norm sinks y",
+        p="qkv k v k_scales v_scales cos sin pos table q_norm k_norm sinks y",
         q="block head",
-        i="B HQ HKV D R BLOCK wide window dtype meta threads",
+        i="B HQ HKV D R BLOCK wide window kv dtype meta threads",
         f="scale eps",
     ),
 )
@@ -72,24 +71,35 @@ def activated(x: torch.Tensor, act: str, by: torch.Tensor | None = None) -> torc
 def attend(qkv: torch.Tensor, k_cache: Cache, v_cache: Cache, at: Places, h: Heads) -> torch.Tensor:
     """As `reference.attend`."""
     (pos, cos, sin, table, _), norms, dtype = at, (h.q_norm, h.k_norm), qkv.dtype
-    if isinstance(k_cache, Coded) or isinstance(v_cache, Coded) or h.beyond:
-        return reference.attend(qkv, k_cache, v_cache, at, h)
-    alike = all(t.dtype == dtype for t in (k_cache, v_cache, cos, sin)) and k_cache.stride() == v_cache.stride()
-    closed = k_cache.stride()[2:] == (h.D, 1) and pos.dtype == torch.int32 and pos.is_contiguous()
+    k, v = slots_of(k_cache), slots_of(v_cache)
+    alike = k is not None and v is not None and k[2:] == v[2:] and k.kv in (DTYPES.get(dtype), *KINDS.values())
+    alike = alike and cos.dtype == sin.dtype == dtype and k_cache.shape[3] == h.D
+    placed = pos.dtype == torch.int32 and pos.is_contiguous()
     paged = table is None or (table.dtype == torch.int32 and table.stride(1) == 1)
     one = (norms[0] is None) == (norms[1] is None) and (norms[0] is None or norms[0].dtype == norms[1].dtype)  # type: ignore[union-attr]
     whole = h.D % LANES == 0 and cos.shape[1] <= h.D
-    if not (alike and closed and paged and one and whole) or not native.takes(qkv, cos, sin, *norms):
-        return reference.attend(qkv, k_cache, v_cache, at, h)
+    taken = alike and placed and paged and one and whole and not h.beyond and native.takes(qkv, cos, sin, *norms)
+    if not taken or k is None or v is None:
+        return reference.attend(qkv, in_cpp(k_cache), in_cpp(v_cache), at, h)
     B = qkv.shape[0]
     y = torch.empty(B, h.HQ * h.D, dtype=dtype)
-    tensors = {"qkv": qkv, "k": k_cache, "v": v_cache, "cos": cos, "sin": sin, "pos": pos, "table": table}
+    tensors = {"qkv": qkv, "k": k.values, "v": v.values, "cos": cos, "sin": sin, "pos": pos, "table": table}
+    tensors |= {"k_scales": k.scales, "v_scales": v.scales, "q_norm": h.q_norm, "k_norm": h.k_norm, "sinks": h.sinks, "y": y}
     sizes = {"B": B, "HQ": h.HQ, "HKV": h.HKV, "D": h.D, "R": cos.shape[1], "BLOCK": k_cache.shape[2], "window": h.window}
-    strides = {"block": k_cache.stride(0), "head": k_cache.stride(1), "wide": 0 if table is None else table.stride(0)}
+    sizes |= {"block": k.block, "head": k.head, "kv": k.kv, "wide": 0 if table is None else table.stride(0)}
     meta = DTYPES[dtype if h.q_norm is None else h.q_norm.dtype]
-    norms_y = {"q_norm": h.q_norm, "k_norm": h.k_norm, "sinks": h.sinks, "y": y}
-    _run(ATTEND, dtype, tensors | norms_y, **sizes, **strides, meta=meta, scale=h.scale, eps=h.eps)
+    _run(ATTEND, dtype, tensors, **sizes, meta=meta, scale=h.scale, eps=h.eps)
     return y
+
+
+def attend_prompt(qkv: torch.Tensor, k_cache: Cache, v_cache: Cache, *rest: Any) -> torch.Tensor:
+    """As `reference.attend_prompt`."""
+    return reference.attend_prompt(qkv, in_cpp(k_cache), in_cpp(v_cache), *rest)
+
+
+def attend_packed(qkv: torch.Tensor, k_cache: Cache, v_cache: Cache, *rest: Any) -> torch.Tensor:
+    """As `reference.attend_packed`."""
+    return reference.attend_packed(qkv, in_cpp(k_cache), in_cpp(v_cache), *rest)
 
 
 def attend_rows(*operands: Any, groups: object = None) -> torch.Tensor:

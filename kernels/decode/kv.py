@@ -21,7 +21,7 @@ QuaRot: Ashkboos et al. 2024 (arXiv:2404.00456).
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -164,11 +164,11 @@ class Coded:
 
     def part(self, some: Any) -> "Coded":
         """A view of some sequences."""
-        return Coded(self.kind, self.codes[some], self.scales[some])
+        return replace(self, codes=self.codes[some], scales=self.scales[some])
 
     def transpose(self, a: int, b: int) -> "Coded":
         """A view with two of the first three dims exchanged."""
-        return Coded(self.kind, self.codes.transpose(a, b), self.scales.transpose(a, b))
+        return replace(self, codes=self.codes.transpose(a, b), scales=self.scales.transpose(a, b))
 
     def zero_(self) -> None:
         """Make it hold zeros."""

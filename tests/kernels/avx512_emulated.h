@@ -118,6 +118,11 @@ inline I cvtepu8_epi32(__m128i v) {
     std::memcpy(x, &v, 16);
     return made<I, int32_t>([&](int i) { return x[i]; });
 }
+inline I cvtepi8_epi32(__m128i v) {
+    int8_t x[16];
+    std::memcpy(x, &v, 16);
+    return made<I, int32_t>([&](int i) { return x[i]; });
+}
 inline I cvtepu16_epi32(__m256i v) {
     uint16_t x[16];
     std::memcpy(x, &v, 32);
@@ -198,6 +203,7 @@ inline F dpbf16_ps(F sum, Bf16 a, Bf16 b) {
 #define _mm512_unpackhi_epi8 wide::unpackhi_epi8
 #define _mm512_shuffle_ps wide::shuffle_ps
 #define _mm512_cvtepu8_epi32 wide::cvtepu8_epi32
+#define _mm512_cvtepi8_epi32 wide::cvtepi8_epi32
 #define _mm512_cvtepu16_epi32 wide::cvtepu16_epi32
 #define _mm512_cvtepi32_ps wide::cvtepi32_ps
 #define _mm512_cvtph_ps wide::cvtph_ps

@@ -2,7 +2,8 @@
 #pragma once
 #include <cstdint>
 
-enum { BF16, FP16, FP32, E4M3, E8M0 };  // the last two of scales alone: bytes; `meta` reads E4M3 as 2^-8 of it
+// The last three are not of activations. E4M3, E8M0: bytes of scales, `meta` reads E4M3 as 2^-8 of it. E4M3, FOUR: of a cache.
+enum { BF16, FP16, FP32, E4M3, E8M0, FOUR };
 #ifdef __aarch64__
 typedef __fp16 Half;  // g++ knows _Float16 there from version 13 on
 #elif defined(__clang__) ? __clang_major__ > 14 : __GNUC__ > 11
@@ -56,14 +57,14 @@ struct Gated {
 
 struct Attend {
     const void* qkv;          // (B, (HQ + 2 HKV) * D) `dtype`
-    void *k, *v;              // caches: blocks of BLOCK slots, `block` apart, each head of one `head` apart, slots D apart
+    void *k, *v, *k_scales, *v_scales;  // caches of kind `kv`, a dtype, E4M3 or FOUR: blocks of BLOCK slots; scales of codes
     const void *cos, *sin;    // (slots, R) `dtype`
     const int32_t *pos, *table;  // pos (B,); table (B, wide), or null: sequence b is block b
     const void *q_norm, *k_norm;  // (D,) `meta`, or null
     const float* sinks;           // (HQ,), or null: a score of each head without a value
     void* y;                  // (B, HQ * D)
-    int64_t block, head;
-    int32_t B, HQ, HKV, D, R, BLOCK, wide, window, dtype, meta, threads;
+    int64_t block, head;      // slots from a block, and from a head of a block, to the next one
+    int32_t B, HQ, HKV, D, R, BLOCK, wide, window, kv, dtype, meta, threads;
     float scale, eps;
 };
 
@@ -162,17 +163,24 @@ struct Experts {
 struct Latent {
     AnyNorm norm;
     const void *q, *latent;   // (B, heads (nope + rotated)) and (B, rank + rotated) `dtype`
-    void* cache;              // (B or blocks, 1, BLOCK, rank + rotated), blocks `block` apart
+    void *cache, *scales;     // (B or blocks, 1, BLOCK, rank + rotated) of kind `kv`, blocks `block` slots apart; as in Attend
     const void *cos, *sin;    // (slots, rotated) `angle_kind`
     const int32_t *pos, *table;  // (B,); (B, wide), or null: sequence b is block b
     const void *k_up, *v_up;  // (heads, nope, rank) and (heads, v_dim, rank) `up_kind`, heads `k_apart` and `v_apart` apart
     void* y;                  // (B, heads v_dim)
     int64_t block, k_apart, v_apart;
-    int32_t B, heads, nope, rotated, v_dim, rank, BLOCK, wide, neighbours, angle_kind, up_kind, offset, dtype, threads;
+    int32_t B, heads, nope, rotated, v_dim, rank, BLOCK, wide, neighbours, angle_kind, up_kind, offset, kv, dtype, threads;
     float scale, beta, period;  // period 0: queries are not scaled by position
 };
 
-enum { ADD_NORM, GATED, ATTEND, PRODUCT, DELTA, MAMBA2, SHORT_CONV, UPDATE, OPEN, PREPARE, ROUTE, EXPERTS, LATENT };
+// Keys or values to codes and back (coded.h); decode/kv_cpu.py fills it.
+struct Codes {
+    void *x, *codes, *scales;  // (n, D) `dtype`; as a cache of kind `kv` holds n slots
+    int64_t n;
+    int32_t D, kv, decodes, dtype, threads;
+};
+
+enum { ADD_NORM, GATED, ATTEND, PRODUCT, DELTA, MAMBA2, SHORT_CONV, UPDATE, OPEN, PREPARE, ROUTE, EXPERTS, LATENT, CODES };
 
 struct Call {
     int32_t what, dtype;

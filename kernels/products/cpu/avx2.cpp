@@ -78,6 +78,9 @@ struct Isa {
         half = _mm_add_ps(half, _mm_movehl_ps(half, half));
         return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
     }
+    // Bytes as integers.
+    static I widened(const void* p, bool) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+    static I widened_signed(const void* p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
     static F meta(const void* p, int dtype, size_t at) {
         if (dtype == 2) return _mm256_loadu_ps((const float*)p + at);
         if (dtype > 2) {

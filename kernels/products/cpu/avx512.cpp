@@ -83,6 +83,11 @@ struct Isa {
     static F minus_product(F sum, F a, F b) { return _mm512_fnmadd_ps(a, b, sum); }
     static void store(float* p, F v) { _mm512_storeu_ps(p, v); }
     static float total(F v) { return _mm512_reduce_add_ps(v); }
+    // Bytes as integers: a register of them, or `half` of one and zeros.
+    static I widened(const void* p, bool half) {
+        return _mm512_cvtepu8_epi32(half ? _mm_loadl_epi64((const __m128i*)p) : _mm_loadu_si128((const __m128i*)p));
+    }
+    static I widened_signed(const void* p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)); }
     static F meta(const void* p, int dtype, size_t at) {
         if (dtype == 2) return _mm512_loadu_ps((const float*)p + at);
         if (dtype > 2) {

@@ -31,10 +31,12 @@ from lowq_packers.regular import open_bounded, read_regular, read_text
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}  # numbers of dtypes in args.h
 SCALES = {"e4m3": 3, "e8m0": 4}
 BETWEEN = ("delta", "mamba2", "short_conv", "update", "open", "prepare")
-MIXTURES = ("route", "experts", "latent")
+MIXTURES = ("route", "experts", "latent", "codes")
 NAMES = ("add_norm", "gated", "attend", "product", *BETWEEN, *MIXTURES)  # names of args.h's calls in a profile
 # as args.h numbers them
-ADD_NORM, GATED, ATTEND, PRODUCT, DELTA, MAMBA2, SHORT_CONV, UPDATE, OPEN, PREPARE, ROUTE, EXPERTS, LATENT = range(len(NAMES))
+ADD_NORM, GATED, ATTEND, PRODUCT, DELTA, MAMBA2, SHORT_CONV, UPDATE, OPEN, PREPARE, ROUTE, EXPERTS, LATENT, CODES = range(
+    len(NAMES)
+)
 MOST_BYTES = 1 << 26  # max. size of a library file that is read; it has 0.7 MB
 NONE = "none is there"
 SWITCHED_OFF = "LOWQ_CPU_ISA=off"

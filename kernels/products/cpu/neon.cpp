@@ -60,12 +60,22 @@ struct Isa {
     static F minus_product(F sum, F a, F b) { return vfmsq_f32(sum, a, b); }
     static void store(float* p, F v) { vst1q_f32(p, v); }
     static float total(F v) { return vaddvq_f32(v); }
+    // Bytes as integers.
+    static uint8x8_t four_bytes(const void* p) {
+        uint32_t four;
+        __builtin_memcpy(&four, p, 4);
+        return vreinterpret_u8_u32(vdup_n_u32(four));
+    }
+    static I widened(const void* p, bool) {
+        return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(four_bytes(p)))));
+    }
+    static I widened_signed(const void* p) {
+        return vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(four_bytes(p)))));
+    }
     static F meta(const void* p, int dtype, size_t at) {
         if (dtype == 2) return vld1q_f32((const float*)p + at);
         if (dtype > 2) {
-            uint32_t four;
-            __builtin_memcpy(&four, (const uint8_t*)p + at, 4);
-            const uint16x4_t v = vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four))));
+            const uint16x4_t v = vget_low_u16(vmovl_u8(four_bytes((const uint8_t*)p + at)));
             const uint16x4_t sign = vshl_n_u16(vand_u16(v, vdup_n_u16(0x80)), 8);
             const uint16x4_t e4m3 = vorr_u16(vshl_n_u16(vand_u16(v, vdup_n_u16(0x7f)), 7), sign);
             if (dtype == 3) return vcvt_f32_f16(vreinterpret_f16_u16(e4m3));

@@ -12,6 +12,7 @@
 
 #include "activate.h"
 #include "args.h"
+#include "coded.h"
 #include "dense.h"
 
 namespace {
@@ -66,13 +67,13 @@ void add_norm(const Norm& a) {
     free(memory);
 }
 
-// One head of q or k: normed, turned on its first R dims, rounded to T as the cache is.
+// One head of q or k: normed, turned on its first R dims, rounded to T.
 template <int T>
-inline void turn(const Attend& a, float* x, float* by, void* rounded, int at, const void* weight) {
+inline void turn(const Attend& a, float* x, float* spare, int at, const void* weight) {
     const int half = a.R / 2;
     if (weight) {
-        widen(by, weight, a.meta, 0, a.D);
-        norm(x, by, a.D, a.eps);
+        widen(spare, weight, a.meta, 0, a.D);
+        norm(x, spare, a.D, a.eps);
     }
     for (int i = 0; i < half; i++) {
         float first = x[i], second = x[half + i];
@@ -80,13 +81,11 @@ inline void turn(const Attend& a, float* x, float* by, void* rounded, int at, co
         x[i] = first * read(a.cos, T, c) - second * read(a.sin, T, c);
         x[half + i] = second * read(a.cos, T, c + half) + first * read(a.sin, T, c + half);
     }
-    round_to<T>(rounded, 0, x, a.D);
-    widen<T>(x, rounded, 0, a.D);
+    round_to<T>(spare, 0, x, a.D);
+    widen<T>(x, spare, 0, a.D);
 }
 
 constexpr int HEADS = 4;  // queries that share a key while it is in registers
-
-#define INLINE inline __attribute__((always_inline))  // else g++ leaves some of these calls in the innermost loops
 
 // Of each 2 H lanes, a's sums of lanes H apart, then b's.
 template <class F, int L, int H, size_t... J>
@@ -106,13 +105,18 @@ INLINE F totals(F* v) {
     return v[0];
 }
 
-// what(s, at, count) of slots from + s .. from + s + count, which lie next to each other from element `at` of the cache on.
+// Where slot s of a sequence's key head is, in slots of the cache.
+inline size_t slot_of(const Attend& a, int b, int kv, int s) {
+    const size_t block = a.table ? a.table[(size_t)b * a.wide + s / a.BLOCK] : b;
+    return block * a.block + kv * a.head + s % a.BLOCK;
+}
+
+// what(s, slot, count) of slots from + s .. from + s + count, which lie next to each other from `slot` of the cache on.
 template <class What>
 INLINE void runs(const Attend& a, int b, int kv, int from, int end, What what) {
     for (int s = from; s < end;) {
-        const int within = s % a.BLOCK, rest = a.BLOCK - within, count = end - s < rest ? end - s : rest;
-        const size_t block = a.table ? a.table[(size_t)b * a.wide + s / a.BLOCK] : b;
-        what(s - from, block * a.block + kv * a.head + (size_t)within * a.D, count);
+        const int rest = a.BLOCK - s % a.BLOCK, count = end - s < rest ? end - s : rest;
+        what(s - from, slot_of(a, b, kv, s), count);
         s += count;
     }
 }
@@ -137,48 +141,70 @@ inline void softmax(float* p, int n, const float* sink) {
     for (int s = 0; s < n; s++) p[s] *= by;
 }
 
-// Sums of values of N registers of each head from dim d on, into q's place.
-template <int T, int G, int N>
+// Sums of values of N registers of each head, from q's value d on, into q's place.
+template <int KV, int G, int N>
 inline void values(const Attend& a, int b, int kv, int from, int end, int d, const float* scores, int stride, float* q) {
     using F = Isa::F;
-    constexpr int L = Isa::LANES;
+    constexpr int L = Isa::LANES, P = PARTS<KV>;
+    const int W = width<KV>(a.D), Q = padded<KV>(a.D);
+    const bool half = N == P && d + N * L > a.D;
     F sum[G][N];
     for (int g = 0; g < G; g++)
         for (int i = 0; i < N; i++) sum[g][i] = Isa::zero();
-    runs(a, b, kv, from, end, [&](int s, size_t at, int count) {
-        for (const int last = s + count; s < last; s++, at += a.D) {
+    runs(a, b, kv, from, end, [&](int s, size_t slot, int count) {
+        size_t at = slot * W + d / P;
+        for (const int last = s + count; s < last; s++, at += W) {
+            F by[G];
 #pragma GCC unroll 4
-            for (int i = 0; i < N; i++) {
-                const F v = Isa::meta(a.v, T, at + d + i * L);
+            for (int g = 0; g < G; g++) by[g] = Isa::all(scores[(size_t)g * stride + s]);
 #pragma GCC unroll 4
-                for (int g = 0; g < G; g++)
-                    sum[g][i] = Isa::plus_product(sum[g][i], v, Isa::all(scores[(size_t)g * stride + s]));
+            for (int i = 0; i < N; i += P) {
+                F v[P];
+                read_slot<KV>(v, a.v, at + i * L / P, half);
+#pragma GCC unroll 2
+                for (int p = 0; p < P; p++)
+#pragma GCC unroll 4
+                    for (int g = 0; g < G; g++) sum[g][i + p] = Isa::plus_product(sum[g][i + p], v[p], by[g]);
             }
         }
     });
     for (int g = 0; g < G; g++)
-        for (int i = 0; i < N; i++) Isa::store(q + g * a.D + d + i * L, sum[g][i]);
+        for (int i = 0; i < N; i++) Isa::store(q + g * Q + d + i * L, sum[g][i]);
 }
 
-// G queries of one key head: scores[g][s] of slots from .. end, then the sums of values, in q's place.
-template <int T, int G>
-inline void attend_heads(const Attend& a, int b, int kv, int from, int end, float* q, float* scores, const float* sinks) {
+// G queries of one key head: scores[g][s] of slots from .. end, then the sums of values, in q's place. Queries are `query_for` of
+// the cache's kind; so are the sums, but for common[g], which all dims of a head have in common.
+template <int KV, int G>
+inline void attend_heads(const Attend& a, int b, int kv, int from, int end, float* q, float* scores, const float* sinks,
+                         float* common) {
     using F = Isa::F;
-    constexpr int L = Isa::LANES, N = L == 8 ? 2 : 4;  // of values at once: AVX2 has half the registers
-    const int n = end - from, D = a.D, stride = n + L;
-    runs(a, b, kv, from, end, [&](int s, size_t at, int count) {
+    constexpr int L = Isa::LANES, P = PARTS<KV>, N = L == 8 ? 2 : 4;  // of values at once: AVX2 has half the registers
+    const int n = end - from, W = width<KV>(a.D), Q = padded<KV>(a.D), stride = n + L, whole = a.D / (P * L) * P * L;
+    float total[G] = {};
+    if (KV == FOUR)
+        for (int g = 0; g < G; g++)
+            for (int d = 0; d < Q; d++) total[g] += q[g * Q + d];
+    runs(a, b, kv, from, end, [&](int s, size_t slot, int count) {
+        const int first = s;
+        size_t at = slot * W;
         for (const int last = s + count; s < last; s += L) {
             F sum[G][L];
             const int here = last - s < L ? last - s : L;
-            for (int i = 0; i < here; i++, at += D) {
+            for (int i = 0; i < here; i++, at += W) {
                 F one[G];
 #pragma GCC unroll 4
                 for (int g = 0; g < G; g++) one[g] = Isa::zero();
-                for (int d = 0; d < D; d += L) {
-                    const F k = Isa::meta(a.k, T, at + d);
+                const auto add = [&](int d, bool half) __attribute__((always_inline)) {
+                    F k[P];
+                    read_slot<KV>(k, a.k, at + d / P, half);
+#pragma GCC unroll 2
+                    for (int p = 0; p < P; p++)
 #pragma GCC unroll 4
-                    for (int g = 0; g < G; g++) one[g] = Isa::plus_product(one[g], k, Isa::meta(q, FP32, g * D + d));
-                }
+                        for (int g = 0; g < G; g++)
+                            one[g] = Isa::plus_product(one[g], k[p], Isa::meta(q, FP32, g * Q + d + p * L));
+                };
+                for (int d = 0; d < whole; d += P * L) add(d, false);
+                if (P > 1 && whole < a.D) add(whole, true);
 #pragma GCC unroll 4
                 for (int g = 0; g < G; g++) sum[g][i] = one[g];
             }
@@ -187,57 +213,69 @@ inline void attend_heads(const Attend& a, int b, int kv, int from, int end, floa
                 Isa::store(scores + (size_t)g * stride + s, Isa::times(totals<F, L>(sum[g]), Isa::all(a.scale)));
             }
         }
+        for (int g = 0; g < G; g++)
+            scaled<KV>(scores + (size_t)g * stride + first, a.k_scales, slot, count, a.k, W, a.scale * total[g], false);
     });
-    for (int g = 0; g < G; g++) softmax(scores + (size_t)g * stride, n, sinks ? sinks + g : nullptr);
+    for (int g = 0; g < G; g++) softmax(scores + (size_t)g * stride, n, sinks ? sinks + g : nullptr), common[g] = 0;
+    if (CODED<KV>)
+        runs(a, b, kv, from, end, [&](int s, size_t slot, int count) {
+            for (int g = 0; g < G; g++)
+                common[g] += scaled<KV>(scores + (size_t)g * stride + s, a.v_scales, slot, count, a.v, W, 0, true);
+        });
     int d = 0;
-    for (; d + N * L <= D; d += N * L) values<T, G, N>(a, b, kv, from, end, d, scores, stride, q);
-    for (; d < D; d += L) values<T, G, 1>(a, b, kv, from, end, d, scores, stride, q);
+    for (; d + N * L <= a.D; d += N * L) values<KV, G, N>(a, b, kv, from, end, d, scores, stride, q);
+    for (; d < Q; d += P * L) values<KV, G, P>(a, b, kv, from, end, d, scores, stride, q);
 }
 
-// `attend_heads` of 1 to HEADS heads.
-template <int T>
+// 1 to HEADS queries of D values, padded<KV>(D) apart, over slots from .. end; their sums of values D apart in their place.
+template <int KV>
 inline void attend_some(int heads, const Attend& a, int b, int kv, int from, int end, float* q, float* scores,
-                        const float* sinks) {
-    if (heads == 1) attend_heads<T, 1>(a, b, kv, from, end, q, scores, sinks);
-    else if (heads == 2) attend_heads<T, 2>(a, b, kv, from, end, q, scores, sinks);
-    else if (heads == 3) attend_heads<T, 3>(a, b, kv, from, end, q, scores, sinks);
-    else attend_heads<T, 4>(a, b, kv, from, end, q, scores, sinks);
+                        const float* sinks, float* spare) {
+    const int D = a.D, Q = padded<KV>(D);
+    float common[HEADS];
+    for (int g = 0; g < heads; g++) query_for<KV>(q + g * Q, D, spare);
+    if (heads == 1) attend_heads<KV, 1>(a, b, kv, from, end, q, scores, sinks, common);
+    else if (heads == 2) attend_heads<KV, 2>(a, b, kv, from, end, q, scores, sinks, common);
+    else if (heads == 3) attend_heads<KV, 3>(a, b, kv, from, end, q, scores, sinks, common);
+    else attend_heads<KV, 4>(a, b, kv, from, end, q, scores, sinks, common);
+    for (int g = 0; g < heads; g++) {
+        values_from<KV>(q + g * Q, D, common[g], spare);
+        if (Q > D) memmove(q + g * D, q + g * Q, sizeof(float) * D);
+    }
 }
 
-template <int T>
+template <int T, int KV>
 void attend(const Attend& a) {
-    const int G = a.HQ / a.HKV, D = a.D, size = T == FP32 ? 4 : 2, rows = a.HQ + 2 * a.HKV;
+    const int G = a.HQ / a.HKV, D = a.D, Q = padded<KV>(D), rows = a.HQ + 2 * a.HKV;
     int longest = 0;
     for (int b = 0; b < a.B; b++) longest = a.pos[b] + 1 > longest ? a.pos[b] + 1 : longest;
 #pragma omp parallel num_threads(a.threads) if (a.B * longest > 64)
     {
-        float* scores = (float*)malloc(sizeof(float) * (HEADS * (size_t)(longest + Isa::LANES) + (HEADS + 1) * D));
-        float *q = scores + HEADS * (size_t)(longest + Isa::LANES), *spare = q + HEADS * D;
+        const size_t scored = HEADS * (size_t)(longest + Isa::LANES);
+        float* scores = (float*)malloc(sizeof(float) * (scored + HEADS * Q + D));
+        float *q = scores + scored, *spare = q + HEADS * Q;
 #pragma omp for schedule(static)  // all of them before the first is read: rows of a table may be of one text
         for (int i = 0; i < a.B * a.HKV; i++) {
-            const int b = i / a.HKV, kv = i % a.HKV, at = a.pos[b];
-            size_t block = a.table ? a.table[(size_t)b * a.wide + at / a.BLOCK] : b, row = (size_t)b * rows * D;
-            size_t here = block * a.block + kv * a.head + (size_t)(at % a.BLOCK) * D;
-            widen<T>(q, a.qkv, row + (size_t)(a.HQ + kv) * D, D);
-            turn<T>(a, q, spare, (char*)a.k + here * size, at, a.k_norm);
-            memcpy((char*)a.v + here * size, (const char*)a.qkv + (row + (size_t)(a.HQ + a.HKV + kv) * D) * size,
-                   (size_t)D * size);
+            const int b = i / a.HKV, kv = i % a.HKV;
+            const size_t slot = slot_of(a, b, kv, a.pos[b]), key = ((size_t)b * rows + a.HQ + kv) * D;
+            widen<T>(q, a.qkv, key, D);
+            turn<T>(a, q, spare, a.pos[b], a.k_norm);
+            keep<T, KV>(a.k, a.k_scales, slot, q, D);
+            widen<T>(q, a.qkv, key + (size_t)a.HKV * D, D);
+            keep<T, KV>(a.v, a.v_scales, slot, q, D);
         }
 #pragma omp for schedule(static)
         for (int i = 0; i < a.B * a.HKV; i++) {
-            const int b = i / a.HKV, kv = i % a.HKV, at = a.pos[b], end = at + 1;
+            const int b = i / a.HKV, kv = i % a.HKV, end = a.pos[b] + 1;
             const int from = a.window && end > a.window ? end - a.window : 0;
-            const size_t row = (size_t)b * rows * D;
             for (int g0 = 0; g0 < G; g0 += HEADS) {
-                const int heads = G - g0 < HEADS ? G - g0 : HEADS;
-                const size_t to = ((size_t)b * a.HQ + kv * G + g0) * D;
+                const int heads = G - g0 < HEADS ? G - g0 : HEADS, head = kv * G + g0;
                 for (int g = 0; g < heads; g++) {
-                    widen<T>(q + g * D, a.qkv, row + (size_t)(kv * G + g0 + g) * D, D);
-                    turn<T>(a, q + g * D, spare, (char*)a.y + (to + (size_t)g * D) * size, at, a.q_norm);
+                    widen<T>(q + g * Q, a.qkv, ((size_t)b * rows + head + g) * D, D);
+                    turn<T>(a, q + g * Q, spare, a.pos[b], a.q_norm);
                 }
-                const float* sinks = a.sinks ? a.sinks + kv * G + g0 : nullptr;
-                attend_some<T>(heads, a, b, kv, from, end, q, scores, sinks);
-                round_to<T>(a.y, to, q, heads * D);
+                attend_some<KV>(heads, a, b, kv, from, end, q, scores, a.sinks ? a.sinks + head : nullptr, spare);
+                round_to<T>(a.y, ((size_t)b * a.HQ + head) * D, q, heads * D);
             }
         }
         free(scores);
@@ -248,7 +286,9 @@ template <int T>
 void step_of(int what, const void* a) {
     if (what == ADD_NORM) add_norm<T>(*(const Norm*)a);
     else if (what == GATED) gated<T>(*(const Gated*)a);
-    else attend<T>(*(const Attend*)a);
+    else if (((const Attend*)a)->kv == E4M3) attend<T, E4M3>(*(const Attend*)a);
+    else if (((const Attend*)a)->kv == FOUR) attend<T, FOUR>(*(const Attend*)a);
+    else attend<T, T>(*(const Attend*)a);
 }
 
 }  // namespace
