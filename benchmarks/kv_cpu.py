@@ -2,15 +2,16 @@
 
     python benchmarks/kv_cpu.py [--rounds N] [--out FILE]
 
-Kinds of cache alternate; times are CPU time, the least of all rounds, on one thread, in bf16. Rows of "attention": ms of one layer
-for one token after so many tokens, for 4 draft rows of one sequence over pages, and for a piece of 256 tokens of a prompt, whose past
-is in pages. Rows of "steps": ms of a whole step of a Llama with random weights in 16 bits. Caches hold random values.
+Kinds of cache alternate; times are ms of CPU time, the least of all rounds, on one thread, in bf16, over random values.
+Rows with "heads" are of one layer's attention after so many tokens: of a step, of 4 draft rows of one sequence over pages, of a
+piece of 256 tokens of a prompt over pages. Rows with "layers" are of a whole step of a Llama with random weights in 16 bits.
 """
 
 import argparse
 import json
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from time import process_time
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lowq_cli.engine.batch import KeyValues
 from lowq_cli.engine.native import NativeDecoder
 from lowq_cli.engine.sampling import Sampling
 from lowq_kernels.decode import kv, ops
@@ -62,6 +64,11 @@ def caches(kind: str, shape: tuple[int, ...]) -> list[kv.Cache]:
     return made
 
 
+def tensors(cache: kv.Cache | None) -> list[torch.Tensor]:
+    """What a cache consists of."""
+    return [cache.codes, cache.scales] if isinstance(cache, kv.Coded) else [] if cache is None else [cache]
+
+
 def attention(name: str, n: int, rounds: int) -> list[dict[str, Any]]:
     """A step, draft rows and a piece of a prompt after n tokens."""
     HQ, HKV, D = SHAPES[name]
@@ -76,11 +83,11 @@ def attention(name: str, n: int, rounds: int) -> list[dict[str, Any]]:
     for kind in kv.KINDS:
         plain, paged = caches(kind, (1, HKV, n + 1, D)), caches(kind, (blocks, HKV, PAGE, D))
         at, drafts = Places(pos[:1], cos, sin), Places(pos[:DRAFTS], cos, sin, table.expand(DRAFTS, -1).contiguous())
-        runs["step"][kind] = lambda c=plain, at=at: own.attend(rows[:1], *c, at, h)
-        runs["drafts"][kind] = lambda c=paged, at=drafts: own.attend_rows(rows[:DRAFTS], *c, at, h)
-        runs["prompt"][kind] = lambda c=paged: own.attend_packed(rows, *c, packed, cos, sin, h)
-    made = [{"model": name, "heads": (HQ, HKV, D), "tokens": n, "what": what} for what in runs]
-    return [row | {"ms": least(runs[row["what"]], rounds)} for row in made]
+        runs["step"][kind] = partial(own.attend, rows[:1], *plain, at, h)
+        runs["drafts"][kind] = partial(own.attend_rows, rows[:DRAFTS], *paged, drafts, h)
+        runs["prompt"][kind] = partial(own.attend_packed, rows, *paged, packed, cos, sin, h)
+    about = {"model": name, "heads": (HQ, HKV, D), "tokens": n}
+    return [{**about, "what": what, "ms": least(ways, rounds)} for what, ways in runs.items()]
 
 
 def steps(name: str, n: int, rounds: int) -> dict[str, Any]:
@@ -94,11 +101,9 @@ def steps(name: str, n: int, rounds: int) -> dict[str, Any]:
         decoder = NativeDecoder(model.eval(), kv=kind)
         decoder.start([[1, 2, 3]], Sampling(), n + 512)
         for state in decoder.state:
-            assert isinstance(state.k, torch.Tensor | kv.Coded)
+            assert isinstance(state, KeyValues)
             for cache, filled in zip((state.k, state.v), caches(kind, tuple(state.k.shape)), strict=True):
-                for to, some in (
-                    ((cache.codes, filled.codes), (cache.scales, filled.scales)) if kind != "16" else ((cache, filled),)
-                ):
+                for to, some in zip(tensors(cache), tensors(filled), strict=True):
                     to.copy_(some)
 
         def run(decoder: NativeDecoder = decoder) -> None:

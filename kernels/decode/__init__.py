@@ -108,8 +108,8 @@ def ops(device_type: str) -> Ops:
         from lowq_kernels.decode import cpu, latent_cpu, mixture_cpu, rows_cpu
 
         of_rows = ("normed", "add", "update_norm", "update_norms", "prepare", "opened", "opened_by")
-        attending = ("attend", "attend_rows", "attend_prompt", "attend_packed")
-        parts = {cpu: ("add_norm", "gated", "activated", *attending), rows_cpu: of_rows}
+        attends = ("attend", "attend_rows", "attend_prompt", "attend_packed")
+        parts = {cpu: ("add_norm", "gated", "activated", *attends), rows_cpu: of_rows}
         named: dict[str, Any] = {name: getattr(module, name) for module, names in parts.items() for name in names}
         latents = replace(LATENT, step=latent_cpu.step, prompt=latent_cpu.prompt, packed=latent_cpu.packed)
         return replace(TORCH, name="cpu", route_by=mixture_cpu.route_by, latent=latents, **named)

@@ -10,8 +10,8 @@ import torch
 
 from lowq_kernels.decode import activation, reference
 from lowq_kernels.decode.kv import Cache
-from lowq_kernels.decode.kv_cpu import KINDS, LANES, in_cpp, slots_of
-from lowq_kernels.decode.reference import Heads, Places
+from lowq_kernels.decode.kv_cpu import KINDS, LANES, by_heads, in_cpp, slots_of
+from lowq_kernels.decode.reference import Heads, Packed, Places
 from lowq_kernels.products.cpu import native
 from lowq_kernels.products.cpu.native import ADD_NORM, ATTEND, DTYPES, GATED, struct
 
@@ -92,14 +92,19 @@ def attend(qkv: torch.Tensor, k_cache: Cache, v_cache: Cache, at: Places, h: Hea
     return y
 
 
-def attend_prompt(qkv: torch.Tensor, k_cache: Cache, v_cache: Cache, *rest: Any) -> torch.Tensor:
+def attend_prompt(
+    qkv: torch.Tensor, k_cache: Cache, v_cache: Cache, start: int, cos: torch.Tensor, sin: torch.Tensor, h: Heads
+) -> torch.Tensor:
     """As `reference.attend_prompt`."""
-    return reference.attend_prompt(qkv, in_cpp(k_cache), in_cpp(v_cache), *rest)
+    n = qkv.shape[0] * (start + qkv.shape[1])
+    return by_heads(reference.attend_prompt, qkv, (k_cache, v_cache), (start, cos, sin), n, h)
 
 
-def attend_packed(qkv: torch.Tensor, k_cache: Cache, v_cache: Cache, *rest: Any) -> torch.Tensor:
+def attend_packed(
+    qkv: torch.Tensor, k_cache: Cache, v_cache: Cache, p: Packed, cos: torch.Tensor, sin: torch.Tensor, h: Heads
+) -> torch.Tensor:
     """As `reference.attend_packed`."""
-    return reference.attend_packed(qkv, in_cpp(k_cache), in_cpp(v_cache), *rest)
+    return by_heads(reference.attend_packed, qkv, (k_cache, v_cache), (p, cos, sin), int(p.pos.max()) + 1, h)
 
 
 def attend_rows(*operands: Any, groups: object = None) -> torch.Tensor:

@@ -40,7 +40,8 @@ def isa(request, monkeypatch):
     """One instruction set after the other, and outputs that hold NaN, or large integers, until they are written."""
 
     def poisoned(*size, **kind):
-        poison = float("nan") if kind.get("dtype", torch.float32).is_floating_point else 0x5A5A5A5A
+        dtype = kind.get("dtype", torch.float32)
+        poison = float("nan") if dtype.is_floating_point else 0x5A5A5A5A & torch.iinfo(dtype).max
         return torch.full(size if isinstance(size[0], int) else size[0], poison, **kind)
 
     with only(request.param, monkeypatch) as name:
