@@ -43,13 +43,28 @@ def _whole_blocks(parts: list[QuantLinear]) -> bool:
 
 def _shared(parts: Sequence[nn.Module], leaf: str) -> torch.Tensor:
     """The parts' tensors of this name, concatenated; the parts keep views."""
-    joined = torch.cat([getattr(p, leaf).detach() for p in parts])
+    tensors = [getattr(p, leaf).detach() for p in parts]
+    joined = _adjacent(tensors)
+    if joined is not None:  # by an earlier decoder of this model
+        return joined
+    joined = torch.cat(tensors)
     at = 0
     for p in parts:
         rows = getattr(p, leaf).shape[0]
-        setattr(p, leaf, nn.Parameter(joined[at : at + rows], requires_grad=False))
+        getattr(p, leaf).data = joined[at : at + rows]  # the same parameter: an optimizer may have it, or a gradient be for it
         at += rows
     return joined
+
+
+def _adjacent(tensors: list[torch.Tensor]) -> torch.Tensor | None:
+    """The tensors as one where they follow each other in one storage, or None."""
+    first, at = tensors[0], tensors[0].data_ptr()
+    whole = first.untyped_storage()
+    for t in tensors:
+        if t.data_ptr() != at or t.untyped_storage().data_ptr() != whole.data_ptr() or not t.is_contiguous() or t.is_meta:
+            return None
+        at += t.nbytes
+    return first.as_strided((sum(t.shape[0] for t in tensors), *first.shape[1:]), first.stride())
 
 
 def _kind(p: QuantLinear) -> tuple[object, ...]:

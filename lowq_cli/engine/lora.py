@@ -5,6 +5,7 @@ The packed weights do not change, and a plan can have any number of adapters. `B
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from lowq_cli.engine import steps as s
 from lowq_cli.engine.lora_product import Adapters, LoraProduct
+from lowq_cli.engine.model_record import owned
 from lowq_cli.engine.plan import Plan
 from lowq_cli.files.adapter import Adapter
 from lowq_kernels.decode.low_rank_factors import LowRank
@@ -82,13 +84,23 @@ def attach(model: Any, given: Sequence[Adapter]) -> None:
 
     if reason := plans.why_not(model):
         raise UnsupportedError(f"adapters need lowq's own decoder, which does not support this model: {reason}")
-    adapt(plans.plan_of(model), given).all = 1
+    _adapt_all(plans.plan_of(model), given)
+    owned(model).adapt = partial(_adapt_all, given=given)
     for name, module in model.named_modules():
         for adapter in given[:1]:
             if (own := next((m for m in adapter.factors if name and (m == name or m.endswith(f".{name}"))), None)) is not None:
                 _hook(module, *adapter.factors[own], model)
 
 
+def _adapt_all(plan: Plan, given: Sequence[Adapter]) -> None:
+    adapt(plan, given).all = 1
+
+
 def _hook(module: nn.Module, A: torch.Tensor, B: torch.Tensor, model: Any) -> None:
-    A, B = (t.to(model.device, model.dtype) for t in (A, B))
-    module.register_forward_hook(lambda _, given, out: out + (given[0] @ A.T) @ B.T)
+    factors = [t.to(model.device, model.dtype) for t in (A, B)]
+
+    def add(_: nn.Module, given: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
+        A, B = (t.to(out.device, out.dtype) for t in factors)  # where the model was moved since
+        return out + (given[0] @ A.T) @ B.T
+
+    module.register_forward_hook(add)

@@ -18,7 +18,7 @@ from lowq_cli.engine.batch import Batch, KeyValues, States
 from lowq_cli.engine.compiling import Compiler, Weights
 from lowq_cli.engine.expert_steps import Experts, Route
 from lowq_cli.engine.mixer_steps import Attend
-from lowq_cli.engine.model_record import owned
+from lowq_cli.engine.model_record import note, up_to_date
 from lowq_cli.engine.rope import Rotation, Tables
 from lowq_cli.hf.embedding import embed_scale
 from lowq_cli.hf.experts import FEW_ROWS, QuantExperts
@@ -227,9 +227,10 @@ def _rotations(ropes: Iterable[Rope], config: Any) -> dict[Rope, Rotation]:
     return {r: Rotation(kinds[r.kind], r.dims, r.of, limit) for r in ropes}
 
 
+@torch.inference_mode(False)  # joined weights become the model's, which may be trained
 def plan_of(model: Any) -> Plan:
-    """The plan of a model for which `why_not` is None; a transformers model's is made once and kept with the model."""
-    record = owned(model)
+    """The plan of a model for which `why_not` is None; a transformers model's is kept with it until the model is changed."""
+    record = up_to_date(model)
     plan = record.plan
     if plan is None or (plan.device, plan.dtype) != (model.device, model.dtype):
         described, _ = of_model.describe(model.config)
@@ -237,6 +238,8 @@ def plan_of(model: Any) -> Plan:
             described, model.config.get_text_config(), of_model.ModelWeights(model, described), model.device, model.dtype
         )
         plan.tuned, record.plan = record.tuned, plan
+        record.adapt(plan)
+        note(model)
     return plan
 
 

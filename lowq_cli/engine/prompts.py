@@ -1,16 +1,18 @@
 """From a prompt to its generation: encode texts to tokens that fit the model, and choose the fastest decoder for it."""
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 from numbers import Integral
 from typing import Any
+from weakref import ref
 
 from lowq_cli.calibrate.texts import check_ids
 from lowq_cli.engine.detokenize import shown_tokens
-from lowq_cli.engine.model_record import owned
+from lowq_cli.engine.model_record import LOCK, owned
 from lowq_cli.engine.moments import between, moment
 from lowq_cli.engine.rope import reach
 from lowq_cli.engine.sampling import Sampling
@@ -54,7 +56,7 @@ def stream(
     stop: str | Sequence[str] = (),
     decoder: Decoder | None = None,
     kv: str = "16",
-    draft: str = "auto",
+    draft: str | os.PathLike[str] = "auto",
     images: Sequence[Any] = (),
     think: bool | None = None,
     deterministic: bool = False,
@@ -81,6 +83,9 @@ def stream(
             another kind.
         UnsupportedError: an encoder-decoder model.
 
+    Later changes of the model's layers, weights, hooks or adapters count from the next call on, unless weights are written
+    through `tensor.data`. Generations that run side by side, also in several threads, have a cache each.
+
     A model of `lowq.load` is one of transformers: its `generate(output_logits=True, ...)` returns logits. `lowq serve` answers
     with log-probabilities.
     """
@@ -96,8 +101,12 @@ def stream(
         raise UsageError(f"batch={batch} must be a whole number and must be at least 1")
     if seed is None:
         raise UsageError("seed=None must be a whole number; random.getrandbits(32) draws one")
+    numbers = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "repetition_penalty": repetition_penalty}
+    if (missing := next((name for name, value in numbers.items() if value is None), None)) is not None:
+        raise UsageError(f"{missing}=None must be a number; leave it out to turn it off")
     if draft is None:
         raise UsageError('draft=None must be text; draft="none" computes without drafts')
+    draft = os.fspath(draft)
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
     stops = check([stop] if isinstance(stop, str) else stop)
     one, given = _given(prompt)
@@ -114,29 +123,33 @@ def stream(
     limit = check_length(model, longest)
     check_ids(chain.from_iterable(prompts), model.config.get_text_config().vocab_size)
     room = max_new_tokens if limit is None else min(max_new_tokens, limit - longest)
-    if decoder is None:
-        from lowq_cli.engine.decoders import decoder_of  # the decoders take a second to import
-
-        decoder = decoder_of(model, kv)
     limited_by = "length" if room == max_new_tokens else "context"
     how: dict[str, Any] = {"stop_ids": stop_ids(model, tokenizer), "limited_by": limited_by, "began": began, "stop": stops}
     how["check_files"] = owned(model).check_files
-    if model.device.type == "cuda":
-        from lowq_cli.engine.precompiling import warm
-
-        how["prepare"] = partial(warm, model, decoder, prompts, sampling)
-    if images:
-        from lowq_cli.engine.vision import check_decoder, sight_of
-
-        check_decoder(decoder)
-        how["shown"] = [sight_of(model).shown(p, seen) if seen else None for p, seen in zip(prompts, pictures, strict=True)]
-        how["pictures_s"] = partial(between, looked, moment(model.device))
-    from lowq_cli.engine.drafts.drafter_choice import attach
-
     if chat:
         how["marks"] = marks_of(tokenizer, prompts[0])
-    how["drafting"], how["why_no_drafts"] = attach(draft, model, tokenizer, decoder, len(prompts), deterministic)
-    return Generation(decoder, tokenizer, prompts, sampling, room, **how)
+    with LOCK:  # other threads may begin generations of this model
+        if decoder is None:
+            from lowq_cli.engine.decoders import decoder_of  # the decoders take a second to import
+
+            decoder = decoder_of(model, kv, free=True)
+        if model.device.type == "cuda":
+            from lowq_cli.engine.precompiling import warm
+
+            how["prepare"] = partial(warm, model, decoder, prompts, sampling)
+        if images:
+            from lowq_cli.engine.vision import check_decoder, sight_of
+
+            check_decoder(decoder)
+            sight = sight_of(model)
+            how["shown"] = [sight.shown(p, seen) if seen else None for p, seen in zip(prompts, pictures, strict=True)]
+            how["pictures_s"] = partial(between, looked, moment(model.device))
+        from lowq_cli.engine.drafts.drafter_choice import attach
+
+        how["drafting"], how["why_no_drafts"] = attach(draft, model, tokenizer, decoder, len(prompts), deterministic)
+        generation = Generation(decoder, tokenizer, prompts, sampling, room, **how)
+        decoder.user = ref(generation)
+    return generation
 
 
 def _pictures(model: Any, images: Sequence[Sequence[Any]], prompts: int) -> list[list[Any]]:

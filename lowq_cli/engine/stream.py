@@ -9,12 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol
+from weakref import ReferenceType
 
 from lowq_cli.engine.detokenize import Detokenizer
 from lowq_cli.engine.sampling import Sampler, Sampling, check_finite
 from lowq_cli.engine.stopping import Stopper
 from lowq_cli.models import Tokenizer
-from lowq_packers.errors import DamagedError
+from lowq_packers.errors import DamagedError, UsageError
 from lowq_packers.lazy import torch
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Decoder(Protocol):
     """Reads prompts, then computes the next token of every sequence on the device.
 
     name, reason: its name, and why no faster decoder was chosen. ahead: whether `step` returns before the device has finished.
-    kv: the format of cached keys and values (`decode.kv.KINDS`).
+    kv: the format of cached keys and values (`decode.kv.KINDS`). user: the generation that uses its cache, or used it last.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Decoder(Protocol):
     device: torch.device
     ahead: bool
     sampler: Sampler  # set by `start`
+    user: ReferenceType[Generation]  # set by `engine.prompts.stream`
 
     def start(
         self, prompts: list[list[int]], sampling: Sampling, room: int, between: Callable[[], None] = nothing
@@ -105,6 +107,7 @@ class Generation:
         self._pictures_s: Callable[[], float] = how.get("pictures_s", float)
         self.ttft_s = self.prefill_s = self.decode_s = self.pictures_s = 0.0
         self.steps = 0
+        self.done = False  # whether the decoder is free again
 
     @property
     def names(self) -> list[list[int]]:
@@ -176,6 +179,15 @@ class Generation:
     def new_tokens(self) -> Iterator[list[list[int]]]:
         """For each step, the new tokens of every sequence: one, or several in a step with drafts. Tokens are read one step
         behind a device that runs ahead."""
+        if self.done and self._open and self.room:
+            raise UsageError("this generation was interrupted and does not continue; lowq.stream begins another one")
+        try:
+            if not self.done:
+                yield from self._new_tokens()
+        finally:
+            self.done = True
+
+    def _new_tokens(self) -> Iterator[list[list[int]]]:
         if self.room == 0:
             self.finish_reasons = [self.limited_by for _ in self.prompts]
             return

@@ -112,7 +112,7 @@ def _bytes(features: Features) -> int:
 def sight_of(model: Any) -> Sight:
     """The `Sight` of a loaded model, kept with the model. Raises UnsupportedError for a model that does not take images."""
     record = owned(model)
-    if record.sight is None:
+    if record.sight is None or (record.sight.device, record.sight.dtype) != (model.device, model.dtype):
         if reason := why_not(model):
             raise UnsupportedError(f"pictures need lowq's own decoder, which does not support this model: {reason}")
         images, folder = plan_of(model).model.images, record.folder or getattr(model, "name_or_path", "")

@@ -21,6 +21,8 @@ from lowq_packers.arch.common import NotDescribed
 from lowq_packers.arch.parts import Experts, Linear, Model, mixers
 from lowq_packers.errors import is_no_refusal
 
+THEIR_HOOKS = ("lowq_cli.", "transformers.", "peft.")  # modules whose hooks change no output that the decoder computes
+
 
 class ModelWeights:
     """The tensors of a transformers model. Raises AttributeError for a name without a module."""
@@ -107,6 +109,10 @@ def why_not(model: Any) -> str | None:
         return odd
     if len({p.device for p in model.parameters()}) > 1:
         return "the model is spread over several devices"
-    if any(hasattr(m, "_hf_hook") for m in model.modules()):
-        return "hooks of accelerate sit on its modules"
+    for m in model.modules():
+        if hasattr(m, "_hf_hook"):
+            return "hooks of accelerate sit on its modules"
+        for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values()):
+            if not getattr(hook, "__module__", "").startswith(THEIR_HOOKS):
+                return f"{type(m).__name__} has a forward hook"
     return None

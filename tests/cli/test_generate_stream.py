@@ -131,6 +131,8 @@ def test_leaving_early_keeps_the_tokens_so_far(story, greedy):
     ("setting", "message"),
     [
         ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": None}, "temperature=None"),
+        ({"top_k": None}, "top_k=None"),
         ({"temperature": 1e-40}, "temperature=1e-40"),
         ({"temperature": 1e40}, r"temperature=1e\+40"),
         ({"temperature": float("nan")}, "temperature=nan"),
