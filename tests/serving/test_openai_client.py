@@ -139,6 +139,51 @@ def test_logprobs_of_both_endpoints(client):
     assert [t for c in streamed if c.logprobs for t in c.logprobs.content] == chat.logprobs.content
 
 
+@pytest.mark.parametrize("wanted", [{"top_logprobs": 3}, {"top_logprobs": 3, "include": ["message.output_text.logprobs"]}])
+def test_logprobs_of_responses_are_those_of_chats(client, wanted):
+    how = {"model": "talk", "temperature": 0}
+    chat = client.chat.completions.create(messages=SAID, max_tokens=5, logprobs=True, top_logprobs=3, **how)
+    expected = [t.model_dump() for t in chat.choices[0].logprobs.content]
+    how |= {"input": SAID, "max_output_tokens": 5} | wanted
+    (item,) = client.responses.create(**how).output
+    assert [t.model_dump() for t in item.content[0].logprobs] == expected
+    events = [*client.responses.create(**how, stream=True)]
+    deltas = [t.logprob for e in events if e.type == "response.output_text.delta" for t in e.logprobs]
+    assert deltas == [t["logprob"] for t in expected]
+    (last,) = [e for e in events if e.type == "response.content_part.done"]
+    assert [t.model_dump() for t in last.part.logprobs] == expected
+
+
+def test_logprobs_of_responses_are_absent_unless_asked_for(client):
+    (item,) = client.responses.create(model="talk", input=SAID, max_output_tokens=5).output
+    assert item.content[0].logprobs == []
+    include = ["message.output_text.logprobs"]
+    (item,) = client.responses.create(model="talk", input=SAID, max_output_tokens=5, include=include).output
+    assert [t.top_logprobs for t in item.content[0].logprobs] == [[]] * 5
+
+
+@pytest.mark.parametrize("kind", ["chat", "generate", "raw"])
+def test_logprobs_of_ollamas_client(client, server, kind):
+    ollama = pytest.importorskip("ollama", reason="ollama's own package is not installed")
+    said, options = SAID[-1]["content"], {"temperature": 0, "num_predict": 5}
+    chat = client.chat.completions.create(
+        model="talk", messages=SAID, temperature=0, max_tokens=5, logprobs=True, top_logprobs=2
+    )
+    expected = [t.logprob for t in chat.choices[0].logprobs.content]
+    what = {
+        "chat": {"messages": SAID},
+        "generate": {"prompt": said, "system": SAID[0]["content"]},
+        "raw": {"prompt": RENDERED, "raw": True},
+    }[kind]
+    ask = getattr(ollama.Client(server.url), "chat" if kind == "chat" else "generate")
+    how = {"model": "talk", "options": options, **what}
+    answer = ask(**how, logprobs=True, top_logprobs=2)
+    assert [t.logprob for t in answer.logprobs] == expected
+    assert [len(t.top_logprobs) for t in answer.logprobs] == [2] * 5
+    assert [t.logprob for part in ask(**how, logprobs=True, stream=True) for t in part.logprobs or []] == expected
+    assert ask(**how).logprobs is None
+
+
 def test_settings_change_the_text(client):
     how = {"model": "talk", "prompt": "The cat and the cat and the cat and", "temperature": 0, "max_tokens": 30}
     plain = client.completions.create(**how)

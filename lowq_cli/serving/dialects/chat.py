@@ -4,7 +4,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from lowq_cli.output.parts import Part
-from lowq_cli.serving.dialects.completions import DONE, LEAST, Around, OpenAi
+from lowq_cli.serving.dialects.blocks import logprobs_of
+from lowq_cli.serving.dialects.completions import DONE, Around, OpenAi
 from lowq_cli.serving.http.answers import Answer, event
 from lowq_cli.serving.http.text import Piece
 
@@ -108,17 +109,8 @@ def _none(answer: Answer) -> dict[str, Any] | None:
 
 
 def _logprobs(answer: Answer, piece: Piece) -> dict[str, Any] | None:
-    """A piece's log-probabilities, without the token that ended the answer, as in OpenAI's API."""
+    """A piece's log-probabilities in OpenAI's format; None if not requested."""
     table = _none(answer)
     if table is not None:
-        rows = piece.logprobs[:-1] if piece.ended else piece.logprobs
-        table["content"] = [
-            _named(answer, token, logprob) | {"top_logprobs": [_named(answer, *t) for t in top]}
-            for token, logprob, top, _ in rows
-        ]
+        table["content"] = logprobs_of(answer, piece)
     return table
-
-
-def _named(answer: Answer, token: int, logprob: float) -> dict[str, Any]:
-    text, raw = answer.names.of(token)
-    return {"token": text, "logprob": max(logprob, LEAST), "bytes": raw}

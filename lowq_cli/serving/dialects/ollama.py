@@ -34,6 +34,7 @@ class Ollama:
         """Parse a body into a chat, or with `raw` a completion; without a prompt it only loads the model, or unloads it if
         keep_alive is 0. Raises Refusal."""
         known = {"model", "messages", "prompt", "system", "images", "tools", "format", "options", "stream", "think", "raw"}
+        known |= {"logprobs", "top_logprobs"}
         raw = not self.chat and bool(body.get("raw"))
         request: dict[str, Any] = {"stream": body.get("stream") is not False}
         if body.get("model") is not None:
@@ -56,6 +57,9 @@ class Ollama:
             ]
         if body.get("tools") and not raw:
             request["tools"] = body["tools"]
+        if fields.boolean("logprobs", body.get("logprobs") or False):
+            top = body.get("top_logprobs") or 0
+            request |= {"logprobs": top} if raw else {"logprobs": True, "top_logprobs": top}
         request |= _form(body.get("format")) | ({} if raw else _think(body.get("think")))
         for name, value in table("options", body.get("options") or {}).items():
             ours = OPTIONS.get(name, name)
@@ -89,7 +93,8 @@ class Ollama:
             if block.kind == "call" and change == "ended":
                 yield encoded(self._said(answer, [block]) | {"done": False}) + b"\n"
             elif block.kind != "call" and change == "more":
-                yield encoded(self._said(answer, [replace(block, text=more)]) | {"done": False}) + b"\n"
+                new = replace(block, text=more, logprobs=block.new_logprobs(), taken=0)
+                yield encoded(self._said(answer, [new]) | {"done": False}) + b"\n"
         yield encoded(self._said(answer, []) | _ending(answer)) + b"\n"
 
     def _said(self, answer: Answer, blocks: list[Block]) -> dict[str, Any]:
@@ -100,7 +105,9 @@ class Ollama:
             for i, b in enumerate(blocks)
             if b.kind == "call"
         ]
-        head = {"model": answer.model, "created_at": _now()}
+        head: dict[str, Any] = {"model": answer.model, "created_at": _now()}
+        rows = [row for b in blocks for row in b.new_logprobs()]
+        head |= {"logprobs": rows} if rows else {}
         more = ({"thinking": thoughts} if thoughts else {}) | ({"tool_calls": calls} if calls else {})
         if self.chat:
             return head | {"message": {"role": "assistant", "content": text, **more}}

@@ -16,6 +16,7 @@ from lowq_cli.serving.http.refusal import Refusal, wrong
 KEPT, KEPT_CHARACTERS = 1024, 64 << 20  # max. kept responses, and characters of their conversations
 SAME = ("model", "stream", "temperature", "top_p", "top_logprobs", "parallel_tool_calls", "user", "metadata", "store")
 HINTS = ("service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+LOGPROBS = "message.output_text.logprobs"  # what a request includes to get log-probabilities
 HARMLESS = ("include", "truncation", "max_tool_calls", "background", "stream_options", "context_management", "client_metadata")
 OWN = {
     "input",
@@ -57,7 +58,9 @@ class Responses:
         chat["tools"] = [offer.tool for offer in offers.values()]
         if chat["tools"] and body.get("tool_choice") is not None:
             chat["tool_choice"] = _choice(body["tool_choice"])
-        chat |= _form(body.get("text")) | ({"logprobs": True} if body.get("top_logprobs") else {})
+        chat |= _form(body.get("text"))
+        wanted = LOGPROBS in maybe_items("include", body.get("include") or [])
+        chat |= {"logprobs": True} if wanted or body.get("top_logprobs") else {}
         effort = table("reasoning", body.get("reasoning") or {}).get("effort")
         chat |= {"reasoning_effort": effort} if effort else {}
         rest = {name: v for name, v in body.items() if name not in OWN and name not in (*SAME, *HARMLESS, "conversation")}
@@ -108,9 +111,9 @@ class Responses:
                     item=item | ({} if block.kind == "call" else {"content": []}),
                 )
                 if block.kind == "text":
-                    yield named("content_part.added", **place, part=_text_part(""))
+                    yield named("content_part.added", **place, part=_text_part(Block("text", block.number)))
             elif change == "more" and not custom:
-                yield named(f"{name}.delta", **place, delta=more, **({"logprobs": []} if block.kind == "text" else {}))
+                yield named(f"{name}.delta", **place, delta=more, **_logprobs(block, block.new_logprobs()))
             elif change == "ended":
                 done.append(block)
                 text = written(block.arguments) if custom else block.text
@@ -118,7 +121,7 @@ class Responses:
                     yield named(f"{name}.delta", **place, delta=text)
                 yield named(f"{name}.done", **place, **{key: text}, **({} if custom else _named(answer, block)))
                 if block.kind == "text":
-                    yield named("content_part.done", **place, part=_text_part(block.text))
+                    yield named("content_part.done", **place, part=_text_part(block))
                 yield named("output_item.done", output_index=block.number, item=_item(answer, block, "completed"))
         self._keep(answer, done)
         whole = _response(answer, [_item(answer, b, "completed") for b in done])
@@ -245,20 +248,24 @@ def _id(answer: Answer, block: Block) -> str:
     return f"{PREFIXES[block.kind]}_{answer.id}{block.number}"
 
 
-def _text_part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _text_part(block: Block) -> dict[str, Any]:
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": block.logprobs}
+
+
+def _logprobs(block: Block, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"logprobs": rows} if block.kind == "text" else {}
 
 
 def _named(answer: Answer, block: Block) -> dict[str, Any]:
     if block.kind == "call":
         return {"name": answer.params.dialect["offers"][block.name].name}
-    return {"logprobs": []} if block.kind == "text" else {}
+    return _logprobs(block, block.logprobs)
 
 
 def _item(answer: Answer, block: Block, status: str) -> dict[str, Any]:
     item: dict[str, Any] = {"id": _id(answer, block), "status": status}
     if block.kind == "text":
-        return item | {"type": "message", "role": "assistant", "content": [_text_part(block.text)]}
+        return item | {"type": "message", "role": "assistant", "content": [_text_part(block)]}
     if block.kind == "thought":
         return item | {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": block.text}]}
     offer = answer.params.dialect["offers"][block.name]
