@@ -142,6 +142,21 @@ def act_experts() -> str:
 
 
 @part
+def act_prompts() -> str:
+    """Milliseconds of whole prompts, with activations of 16 bits and of 8."""
+    run = read("h200/prompt_act.json")
+    names = {"8b": "8B, 4 bits", "30b-a3b": "Qwen3-30B-A3B, 4 bits", "gpt-oss-20b": "gpt-oss-20b, MXFP4"}
+    loads = {"1x4096": "one", "8x4096": "eight at once"}
+    rows, lines = {(r["shape"], r["act"]): r for r in run["rows"]}, []
+    for shape, name in names.items():
+        for load, how in loads.items():
+            wide, narrow = (rows[shape, act][load] for act in ("none", "fp8"))
+            lines.append((name, how, f"{wide:.1f}", f"{narrow:.1f}", f"{wide / narrow:.2f}"))
+    columns = ("model", "prompts of 4,096 tokens", ">ms, 16 bits", ">`--act fp8`", ">16 bits over fp8")
+    return table(columns, lines) + f"\n{run['device']}, {run['date'][:10]}, torch {run['torch']}, one run.\n"
+
+
+@part
 def act_quality() -> str:
     """What rounding costs in predictions, by width and mode."""
     runs, lines = [read(f"{where}/act_quality.json") for where in ("h200", "cpu")], []
