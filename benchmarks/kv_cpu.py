@@ -28,7 +28,7 @@ from lowq_kernels.decode.reference import Heads, Packed, Places
 from lowq_kernels.products.cpu import native
 
 OUT = Path(__file__).parent / "results" / "cpu" / "kv.json"
-SHAPES = {"story": (8, 4, 32), "Llama 3.2 1B": (32, 8, 64), "Llama 3.1 8B": (32, 8, 128), "Gemma 2 9B": (16, 8, 256)}
+SHAPES = {"story": (8, 4, 32), "Llama 3.2 1B": (32, 8, 64), "Llama 3.1 8B": (32, 8, 128), "Gemma 3 12B": (16, 8, 256)}
 TOKENS = (1000, 8000)
 DRAFTS, PIECE, PAGE, SECONDS = 4, 256, 64, 0.1  # SECONDS: least CPU time of a round
 MODELS = {

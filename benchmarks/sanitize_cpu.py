@@ -13,7 +13,7 @@ from pathlib import Path
 from lowq_kernels.products.cpu import building
 
 ROOT = Path(__file__).parent.parent
-NAMES = ("test_cpu_packed.py", "test_cpu_tables.py", "test_cpu_step.py", "test_cpu_emulated.py")
+NAMES = ("test_cpu_packed.py", "test_cpu_tables.py", "test_cpu_step.py", "test_kv_cpu.py", "test_cpu_emulated.py")
 TESTS = [f"tests/kernels/{name}" for name in NAMES]
 TESTS += [f"--deselect={TESTS[-1]}::test_products_against_the_definition[neon"]  # a static program cannot have them
 FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O0", "-g1")  # -O1: minutes a file

@@ -1,4 +1,4 @@
-"""What a cache in few bits costs: accuracy, and time on a GPU (h100/kv.json)."""
+"""What a cache in few bits costs: accuracy, and time on a GPU (h100/kv.json) and on a CPU (cpu/kv.json, of kv_cpu.py)."""
 
 import json
 
@@ -54,6 +54,23 @@ def kv_speed() -> str:
     text = f"Attention of one layer of an 8B in a step, us, with what reading the cache alone takes ({head}):\n\n{layer}\n"
     steps_table = table((">tokens so far", *(f">{kind}" for kind in kinds)), whole)
     return f"{_pays(found)}\n\n{text}A whole step of that model by 4 bits, one sequence, us:\n\n{steps_table}"
+
+
+@part
+def kv_cpu() -> str:
+    """Milliseconds of attention and of whole steps on a CPU, by kind of cache."""
+    found, kinds = read("cpu/kv.json"), ("16", "fp8", "4")
+    works = {"step": "attention of a step", "drafts": "of 4 draft rows", "prompt": "of 256 tokens of a prompt"}
+    lines = []
+    for r in sorted(found["rows"], key=lambda r: (r["tokens"], "layers" in r)):
+        what = works[r["what"]] if "heads" in r else f"whole step of {r['layers']} layers"
+        dims = f", {r['heads'][0]} / {r['heads'][1]} heads of {r['heads'][2]}" if "heads" in r else ""
+        cells = (f"{r['ms'][kind]:.3g}" for kind in kinds)
+        ratios = (f"{r['ms'][kind] / r['ms']['16']:.2f}" for kind in kinds[1:])
+        lines.append((f"{r['tokens']:,}", f"{r['model']}{dims}", what, *cells, *ratios))
+    columns = (">tokens so far", "model", "ms", *(f">{kind}" for kind in kinds), *(f">{kind} / 16" for kind in kinds[1:]))
+    about = f"{found['cpu']}, {found['isa']}, one thread, CPU time, {found['measured']}, torch {found['torch']}"
+    return f"One layer unless said otherwise ({about}):\n\n{table(columns, lines)}"
 
 
 def _pays(found: Row) -> str:
