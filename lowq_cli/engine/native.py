@@ -54,6 +54,7 @@ class NativeDecoder:
     """
 
     name = "native"
+    user: Any  # as of `Decoder`
 
     def __init__(self, model: Any, graphs: bool = True, kv: str = PLAIN, most: int = CHUNK) -> None:
         self.device, self.dtype, self.kv, self.most = model.device, model.dtype, kv, most
