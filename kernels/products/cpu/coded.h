@@ -1,10 +1,10 @@
-// Keys and values in few bits: `encode` and `decode` of decode/kv.py, and what attention (step.h) reads of a cache, whose kind KV
-// is the dtype of its values, E4M3 (fp8) or FOUR (4 bits).
+// Keys and values in few bits: `encode` and `decode` of decode/kv.py, and what attention (step.h) reads of a cache, whose kind
+// KV is the dtype of its values, E4M3 (fp8) or FOUR (4 bits).
 //
-// Attention stays among transformed values: queries are transformed, the sum of values is transformed back. An e4m3 code shifted by
-// 20 bits is its value's 2^-120 as fp32, subnormal ones too, so three operations make 16 codes numbers, and factors of 2^60 bring
-// queries, weights and sums back into range. Codes of 4 bits become two registers, of even and of odd dims; queries are put in the
-// same order, and the lowest value and the step of a slot multiply its whole score.
+// Attention stays among transformed values: queries are transformed, the sum of values is transformed back. An e4m3 code
+// shifted by 20 bits is its value's 2^-120 as fp32, subnormal ones too, so three operations make 16 codes numbers, and factors
+// of 2^60 bring queries, weights and sums back into range. Codes of 4 bits become two registers, of even and of odd dims;
+// queries are put in the same order, and the lowest value and the step of a slot multiply its whole score.
 #pragma once
 #include <cmath>
 #include <cstdint>

@@ -32,7 +32,8 @@ void latent(const Latent& a) {
     Prepare turns{};
     turns.cos = a.cos, turns.sin = a.sin, turns.R = a.rotated, turns.neighbours = a.neighbours, turns.angle_kind = a.angle_kind;
     Attend over{};
-    over.k = over.v = a.cache, over.k_scales = over.v_scales = a.scales, over.table = a.table, over.block = a.block, over.wide = a.wide, over.BLOCK = a.BLOCK;
+    over.k = over.v = a.cache, over.k_scales = over.v_scales = a.scales,
+    over.table = a.table, over.block = a.block, over.wide = a.wide, over.BLOCK = a.BLOCK;
     over.D = D, over.scale = a.scale;
     int longest = 0;
     for (int b = 0; b < a.B; b++) longest = a.pos[b] + 1 > longest ? a.pos[b] + 1 : longest;

@@ -172,8 +172,8 @@ inline void values(const Attend& a, int b, int kv, int from, int end, int d, con
         for (int i = 0; i < N; i++) Isa::store(q + g * Q + d + i * L, sum[g][i]);
 }
 
-// G queries of one key head: scores[g][s] of slots from .. end, then the sums of values, in q's place. Queries are `query_for` of
-// the cache's kind; so are the sums, but for common[g], which all dims of a head have in common.
+// G queries of one key head: scores[g][s] of slots from .. end, then the sums of values, in q's place. Queries are `query_for`
+// of the cache's kind; so are the sums, but for common[g], which all dims of a head have in common.
 template <int KV, int G>
 inline void attend_heads(const Attend& a, int b, int kv, int from, int end, float* q, float* scores, const float* sinks,
                          float* common) {
