@@ -137,7 +137,7 @@ class DeviceDrafts:
         """Do what `checked` does, or `passed` does of steps; on a GPU with few numbers of rows, each of them recorded."""
         counts, n = [len(one.tokens) for one in texts], len(texts)
         M, N = self._size(sum(counts)), self._size(n)
-        after = After(hidden, result, before, M, N, K)
+        after = After({i: hidden[i] for i in self.drafter.layers}, result, before, M, N, K)
         numbers = np.zeros((NUMBERS, M), np.int32)
         numbers[0] = self.rows.null_row
         end = sum(counts)
@@ -148,7 +148,8 @@ class DeviceDrafts:
         # what fills up the sequences are copies of the first
         of_texts = np.array([np.cumsum(counts) - counts, [one.row for one in texts], order])
         numbers[4:, :N] = np.concatenate([of_texts, np.repeat(of_texts[:, :1], N - n, 1)], 1)
-        if self.graphs is not None and M in self.sizes:
+        # a pass with prompts that the drafter does not read may have thousands of rows, which a recording would keep
+        if self.graphs is not None and max([M, *map(len, after.hidden.values())]) <= self.sizes[-1]:
             guesses = self.graphs.run(numbers, after)
         else:
             guesses = self.compute(upload(numbers, self.device), after)

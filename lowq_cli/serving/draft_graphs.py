@@ -13,7 +13,9 @@ import torch
 from lowq_cli.engine.batch import refill, upload
 from lowq_cli.engine.graph import Captured
 from lowq_cli.serving.model_runner import ModelRunner
-from lowq_packers.errors import device_lost
+from lowq_packers.errors import device_lost, one_line
+
+MOST = 128  # max. recordings: each takes memory beside the cache, up to 5 MB with a draft model, and none is ever dropped
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ class DraftGraphs:
         runner: the model's passes, whose memory pool the recordings share. compute: (numbers, After) -> guesses (N, K), or None
             for K = 0.
     Attributes:
-        fresh: whether the last call of `run` has made a recording. reason: why there are no more recordings, or "".
+        fresh: whether the last call of `run` did what later ones do not repeat: it loaded kernels, or recorded. reason: why
+            there are no more recordings, or "".
     """
 
     def __init__(self, runner: ModelRunner, compute: Callable[[torch.Tensor, After], torch.Tensor | None]) -> None:
@@ -78,8 +81,9 @@ class DraftGraphs:
     def run(self, numbers: np.ndarray, after: After) -> torch.Tensor | None:
         """Return the guesses (N, K), whose tensor the next call overwrites; None for K = 0. What comes the first time is
         launched, which loads its kernels, and recorded the second time."""
-        key, device, self.fresh = after.sizes, self.runner.device, False
+        key, device = after.sizes, self.runner.device
         known = self._recorded.get(key)
+        self.fresh = known is None and not self.reason
         if known is None and key in self._met and not self.reason:
             known = self._record(key, numbers, after)
         self._met.add(key)
@@ -91,21 +95,22 @@ class DraftGraphs:
         return known.guesses if after.K else None
 
     def _record(self, key: tuple[int, ...], numbers: np.ndarray, after: After) -> Recorded | None:
-        place, own = upload(numbers, self.runner.device), after.like()
-        own.fill(after)
-        guesses = torch.zeros(after.N, after.K, dtype=torch.int64, device=self.runner.device)
-
         def step() -> None:
             found = self.compute(place, own)
             if found is not None:
                 guesses.copy_(found)
 
         try:
+            place, own = upload(numbers, self.runner.device), after.like()
+            own.fill(after)
+            guesses = torch.zeros(after.N, after.K, dtype=torch.int64, device=self.runner.device)
             graph = self.runner.capture(step, self.runner.pool)
-        except RuntimeError as e:  # as for the model's passes: then it is launched kernel by kernel
+        except RuntimeError as e:  # as for the model's passes, or memory is full: then it is launched kernel by kernel
             if device_lost(e):
                 raise
-            self.reason = str(e).splitlines()[0]
+            self.reason = one_line(e)
             return None
-        self.fresh = True
-        return self._recorded.setdefault(key, Recorded(graph, place, own, guesses))
+        self._recorded[key] = Recorded(graph, place, own, guesses)
+        if len(self._recorded) == MOST:
+            self.reason = f"there are {MOST}"
+        return self._recorded[key]

@@ -287,7 +287,7 @@ def test_what_cannot_be_recorded_is_launched(both, client):
     runner.capture = Mock(side_effect=RuntimeError("operation not permitted\nwhen stream is capturing"))
     c.engine.drafts.guesses.record(runner, [4, 8, 16, 32, 64])
     assert asked(c, *texts) == (expected, guesses)
-    assert c.engine.drafts.guesses.graphs.reason == "operation not permitted"
+    assert c.engine.drafts.guesses.graphs.reason.startswith("operation not permitted")
     assert runner.capture.call_count == 1
 
 
