@@ -76,6 +76,7 @@ class DraftGraphs:
     def __init__(self, runner: ModelRunner, compute: Callable[[torch.Tensor, After], torch.Tensor | None]) -> None:
         self.runner, self.compute, self.fresh, self.reason = runner, compute, False, ""
         self._met: set[tuple[int, ...]] = set()
+        self._failed = False  # whether a recording has failed; one may: a thread's first product in cuBLAS cannot be recorded
         self._recorded: dict[tuple[int, ...], Recorded] = {}
 
     def run(self, numbers: np.ndarray, after: After) -> torch.Tensor | None:
@@ -108,7 +109,7 @@ class DraftGraphs:
         except RuntimeError as e:  # as for the model's passes, or memory is full: then it is launched kernel by kernel
             if device_lost(e):
                 raise
-            self.reason = one_line(e)
+            self.reason, self._failed = one_line(e) * self._failed, True
             return None
         self._recorded[key] = Recorded(graph, place, own, guesses)
         if len(self._recorded) == MOST:
