@@ -39,7 +39,7 @@ SLOW = (
 )  # seconds a run: stopped a quarter as often
 TALK = [{"role": "user", "content": "x" * 9999}]
 UNTOLD = ("lowq.log", "rate.json")  # files that tell times
-TIMED = ("seconds", "out")  # fields of a draft head's notes that another run, or another folder, has otherwise
+TIMED = ("seconds", "speed", "out")  # fields of a draft head's notes that another run, or another folder, has otherwise
 REQUESTS = [{"custom_id": f"r{i}", "url": "/v1/completions", "body": {"prompt": "x" * i}} for i in range(3)]
 
 
