@@ -48,8 +48,13 @@ def counters(n: int, device: torch.device) -> torch.Tensor:
     return shared
 
 
+def arenas() -> list[torch.Tensor]:
+    """What captured launches take counters from now: a graph must hold it, as `reserve` replaces it."""
+    return [arena for arena, _ in _arenas.values()]
+
+
 def reserve(n: int, device: torch.device) -> None:
-    """An arena of at least n counters, for callers that will capture many graphs. Allocated counters stay valid."""
+    """An arena of at least n counters, for callers that will capture many graphs. Graphs hold the one that they took from."""
     if device.type == "cuda" and (device not in _arenas or _arenas[device][0].numel() - _arenas[device][1][0] < n):
         _arenas[device] = torch.zeros(n, dtype=torch.int32, device=device), [0]
         torch.cuda.synchronize(device)

@@ -19,6 +19,8 @@ from weakref import finalize
 
 import torch
 
+from lowq_kernels import counters
+
 _busy = Lock()  # held while a graph is recorded, and while graphs are freed
 _recording: set[int] = set()  # the thread that records
 _dropped: deque[Any] = deque()  # graphs that nothing uses any more
@@ -31,6 +33,7 @@ class Graph:
     def __init__(self, graph: Any = None) -> None:
         self._held = [torch.cuda.CUDAGraph() if graph is None else graph]  # `_drop` takes it out: the last reference
         finalize(self, _drop, self._held).atexit = False  # it also keeps the list from the garbage collector
+        self._arenas: list[torch.Tensor] = []  # of its launches' counters
 
     @contextmanager
     def recording(self, stream: torch.cuda.Stream | None, pool: Any = None) -> Iterator[None]:
@@ -48,6 +51,7 @@ class Graph:
                 try:
                     yield
                 finally:
+                    self._arenas = counters.arenas()
                     _end(graph, stream)
 
     def replay(self) -> None:

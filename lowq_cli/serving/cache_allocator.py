@@ -165,6 +165,8 @@ def make_cache(
         cache_bytes = states + sizes.bytes(blocks)
         shares = [*blocks, snapshots], [*sizes.block_bytes, sizes.state_bytes]
         beside_it = [] if drafter is None else [_held(drafter, kv.PLAIN, blocks[0], spec) for spec in _pages_of(drafter)]
+        for cache in (one for both in beside_it for one in both if one is not None):
+            kv.part(cache, slice(None)).zero_()  # it may read rows that it has not written, where it did not read a prefix
         drafter_cache = [KeyValues(*both, passes.rows.tables[0]) for both in beside_it]
         numbers = (slots, snapshots, copies, longest, (n - 1) * BLOCK, cache_bytes)
         return Cache(passes, sizes.groups, blocks, *numbers, shares, beside, drafter_cache)

@@ -13,7 +13,7 @@ import torch
 from lowq_cli.engine.batch import refill, upload
 from lowq_cli.engine.graph import Captured
 from lowq_cli.serving.model_runner import ModelRunner
-from lowq_packers.errors import device_lost, one_line
+from lowq_packers.errors import device_lost, log_error, one_line
 
 MOST = 128  # max. recordings: each takes memory beside the cache, up to 5 MB with a draft model, and none is ever dropped
 
@@ -109,7 +109,8 @@ class DraftGraphs:
         except RuntimeError as e:  # as for the model's passes, or memory is full: then it is launched kernel by kernel
             if device_lost(e):
                 raise
-            self.reason, self._failed = one_line(e) * self._failed, True
+            self.reason, self._failed = one_line(e) if self._failed else "", True
+            log_error("what a drafter computes after a pass is not recorded", e)
             return None
         self._recorded[key] = Recorded(graph, place, own, guesses)
         if len(self._recorded) == MOST:

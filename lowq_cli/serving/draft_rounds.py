@@ -44,6 +44,11 @@ FEEDS = 2  # max. sequences per pass whose drafter is given a long text: 0.7 ms 
 BEHIND = 2.0
 
 
+# Passes in a row, of sizes for which drafts do not pay, in which a drafter goes on reading: a second user may come for a short
+# answer, and a sequence whose rows it has missed gets no more guesses of it.
+SHORT = 64
+
+
 class DraftChoice(NamedTuple):
     """What an engine drafts by.
 
@@ -94,8 +99,8 @@ class DraftRounds:
             the drafter on the device, or None for n-grams alone.
     Attributes:
         costs: the seconds of its passes. on: whether drafts pay with the present number of sequences. follows: whether the
-            drafter on the device reads the rows of passes. drafted, accepted: numbers of guesses that were checked, and of
-            right ones.
+            drafter on the device reads the rows of passes. unpaid: passes in a row as SHORT counts them. drafted, accepted:
+            numbers of guesses that were checked, and of right ones.
         ahead: whether passes are launched while the result of one with drafts is not known yet. The guesses then follow those
             that are in flight, as if these were right.
         flying: by sequence number, the drafts in the pass that was launched last, if `ahead`.
@@ -118,7 +123,7 @@ class DraftRounds:
         self._once = False  # whether a drafter was given a long text in this turn
         self._waits: dict[int, float] = {}  # size -> mean seconds that sequences wait for a plain pass while drafts are off
         self._unguessed = 0  # passes since the last one for which the drafter ran
-        self.on, self.follows, self.ahead = True, True, False
+        self.on, self.follows, self.ahead, self.unpaid = True, True, False, 0
         self.flying: dict[int, list[int]] = {}
         self.drafted = self.accepted = 0
         if self.device.type == "cuda":
@@ -146,7 +151,8 @@ class DraftRounds:
         """Decide whether the next pass may have drafts. size: the rows of a plain pass. adapted: whether it has adapters."""
         self.costs.adapted = adapted
         self.on = not self.passes.reason and (self._trials is None or self._trials.allows(size))
-        self.follows = self._trials is None or not self._trials.waits(size)
+        self.unpaid = self.unpaid + 1 if self._trials is not None and self._trials.waits(size) else 0
+        self.follows = self.unpaid <= SHORT
 
     def end_turn(self, plan: StepPlan | None, size: int, tokens: int) -> None:
         """Record what a turn launched and how many tokens came in it, for the decision of `begin_turn`."""
@@ -289,12 +295,14 @@ class DraftRounds:
                 self._guessing([plan.steps[i] for i in read], flight, guesses)
         return flight
 
-    def _read(self, text: Sequence) -> bool:
+    def _read(self, text: Sequence, first: int = -1) -> bool:
         """Return whether the drafter on the device reads a sequence's rows of the pass being launched. Where drafts do not pay
-        it reads nothing, and then none of later rows of these sequences, as rows between them are missing."""
-        if isinstance(text.drafter, Guessed) and not self.follows:
-            text.drafter.followed = False
-        return self.follows and (not isinstance(text.drafter, Guessed) or text.drafter.followed)
+        it reads nothing, and then none of later rows of these sequences, as rows between them are missing. first: the position
+        of the first row, where these are of a prompt."""
+        if not isinstance(text.drafter, Guessed):
+            return self.follows
+        text.drafter.followed = self.follows and (text.drafter.followed or first == 0)
+        return text.drafter.followed
 
     def guess_after(
         self, flight: Flight, plan: StepPlan, pieces: list[Piece], steps: int, before: torch.Tensor | None, K: int
@@ -312,7 +320,7 @@ class DraftRounds:
         read, through, at = list[Rows](), list[Sequence](), steps
         for (text, row, first, end), piece in zip(plan.pieces, pieces, strict=True):
             row_of_output = text.row if id(text) in ends else -1
-            if self._read(text):
+            if self._read(text, first):
                 read.append(Rows(row, first, at, piece.tokens, text.tokens[first + 1 : end + 1], row_of_output))
                 through += [text] * (row_of_output >= 0)
             at += end - first

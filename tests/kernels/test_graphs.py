@@ -3,11 +3,13 @@
 import gc
 import re
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
+from lowq_kernels import counters
 from lowq_kernels.graphs import Graph
 
 ROOT = Path(__file__).parents[2]
@@ -276,3 +278,17 @@ def test_other_threads_use_the_gpu_while_one_records(pooled):
     x.fill_(4)
     graph.replay()
     assert z.tolist() == [15.0] * 8
+
+
+def test_a_graph_holds_the_counters_that_its_launches_took(monkeypatch):
+    """A later model reserves more of them, in another tensor."""
+    monkeypatch.setattr(counters, "_arenas", {})
+    cpu, graph = torch.device("cpu"), Device().graph()
+    counters._arenas[cpu] = torch.zeros(4), [0]
+    with graph.recording(None, POOL):
+        pass
+    taken = weakref.ref(counters._arenas[cpu][0])
+    counters._arenas[cpu] = torch.zeros(8), [0]
+    assert taken() is not None
+    del graph
+    assert taken() is None

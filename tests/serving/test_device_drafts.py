@@ -7,9 +7,10 @@ import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import asking
+import numpy as np
 import pytest
 import torch
 from asking import ON_GPU, Client, check_all
@@ -30,8 +31,10 @@ from lowq_cli.engine.drafts.ngram import NGram
 from lowq_cli.engine.drafts.rates import BEFORE, Rates
 from lowq_cli.engine.model_record import tuned_by
 from lowq_cli.engine.plan import plan_of
-from lowq_cli.serving.device_drafts import why_not
+from lowq_cli.serving.device_drafts import NUMBERS, Rows, why_not
 from lowq_cli.serving.draft_budget import rounds
+from lowq_cli.serving.draft_graphs import MOST, After, DraftGraphs
+from lowq_cli.serving.draft_rounds import SHORT
 from lowq_cli.serving.guessing import Guessed
 
 STOPS = (2,)  # as the models' configs have it
@@ -245,6 +248,12 @@ def test_a_beginning_from_the_cache_is_known_to_the_drafter(both, client):
     counted(c)
 
 
+def same(kept, others):
+    """Whether texts had the same guesses wherever both times had some: where, depends on which requests came first."""
+    pairs = [(dict(a), dict(b)) for a, b in zip(kept, others, strict=True)]
+    return all(a.keys() & b.keys() and all(a[n] == b[n] for n in a.keys() & b.keys()) for a, b in pairs)
+
+
 class Recording:
     """Recordings on a CPU: what is computed again from the same tensors when it is replayed, and not while it is recorded."""
 
@@ -273,7 +282,7 @@ def test_what_a_drafter_computes_after_passes_is_recorded(both, client):
     c.engine.drafts.guesses.record(runner, [4, 8, 16, 32, 64])
     result, kept = asked(c, *texts)
     assert result == expected == [alone(model, *one) for one in texts]
-    assert kept == guesses
+    assert same(kept, guesses)
     assert c.engine.drafts.guesses.graphs.reason == ""
     assert sum(runner.replays) > 0
     counted(c)
@@ -286,15 +295,71 @@ def test_what_cannot_be_recorded_is_launched(both, client):
     c, runner = client(running=2), Recording()
     runner.capture = Mock(side_effect=RuntimeError("operation not permitted\nwhen stream is capturing"))
     c.engine.drafts.guesses.record(runner, [4, 8, 16, 32, 64])
-    assert asked(c, *texts) == (expected, guesses)
-    assert c.engine.drafts.guesses.graphs.reason.startswith("operation not permitted")
-    assert runner.capture.call_count == 2
+    result, kept = asked(c, *texts)
+    assert result == expected
+    assert same(kept, guesses)
+    assert c.engine.drafts.guesses.graphs.reason == "operation not permitted when stream is capturing"
+    assert runner.capture.call_count == 2  # the first product of a thread cannot be recorded, the next one can
+
+
+def graphs_of(runner, compute=lambda numbers, after: torch.zeros(after.N, after.K, dtype=torch.int64)):
+    """Recordings, and a function that runs what comes after a pass of these sizes."""
+    graphs = DraftGraphs(runner, compute)
+    numbers = np.zeros((NUMBERS, 4), np.int32)
+    return graphs, lambda K, P=4: graphs.run(numbers, After({-1: torch.zeros(P, 8)}, None, None, 4, 2, K))
+
+
+def test_without_memory_for_a_recording_it_is_launched():
+    """Also where the tensors that it would read have no room."""
+    graphs, run = graphs_of(Recording())
+    run(2)
+    with patch.object(torch, "empty_like", side_effect=torch.OutOfMemoryError("CUDA out of memory")):
+        for reason in ("", "CUDA out of memory"):
+            assert run(2).shape == (2, 2)
+            assert graphs.reason == reason
+    assert run(2).shape == (2, 2)
+
+
+def test_a_launch_that_loads_kernels_or_records_is_not_repeated_and_the_balance_is_told():
+    runner = Recording()
+    graphs, run = graphs_of(runner)
+    fresh = [run(K) is None or graphs.fresh for K in (2, 2, 2, 2, 3, 2)]
+    assert fresh == [True, True, False, False, True, False]
+    runner.capture = Mock(side_effect=RuntimeError("cannot be recorded"))
+    fresh = [run(K) is None or graphs.fresh for K in (3, 3, 4)]
+    assert fresh == [True, True, False]
+
+
+def test_the_number_of_recordings_has_a_limit():
+    runner = Recording()
+    graphs, run = graphs_of(runner)
+    for P in range(1, MOST + 9):
+        assert run(1, P).shape == run(1, P).shape == (2, 1)
+    assert len(runner.replays) == MOST
+    assert run(1, 1).shape == (2, 1)
+    assert sum(runner.replays) == MOST + 1
+    assert graphs.reason
+
+
+@pytest.mark.parametrize("both", ["EAGLE-3"], indirect=True)
+def test_passes_of_more_rows_than_any_with_drafts_are_not_recorded(both, client):
+    """Such as one with a prompt that the drafter does not read: a recording would keep the hidden states of all its rows."""
+    c, runner = client(running=2), Recording()
+    c.engine.drafts.guesses.record(runner, [4, 8])
+    guesses = c.engine.drafts.guesses
+    rows = [Rows(0, 3, 0, [0], row=0)]
+    for P in (8, 8, 9, 9):
+        noted = {i: torch.zeros(P, pub.H) for i in (*both[1].layers, -1)}
+        with torch.inference_mode():
+            assert guesses.passed(rows, [], noted, None, 2).shape == (1, 2)
+    assert runner.replays == [1]
 
 
 def refusing(c, waits):
     """The client's engine with drafts that do not pay while `waits()`."""
     none = {"passed": lambda *_: None, "interrupted": int, "plain_s": lambda n: 0.0}
     c.engine.drafts._trials = SimpleNamespace(allows=lambda n: not waits(), waits=lambda n: waits(), **none)
+    c.engine.drafts.unpaid = SHORT if waits() else 0
     read, guesses = [], c.engine.drafts.guesses
     for name in ("passed", "checked"):
         of = getattr(guesses, name)
@@ -338,6 +403,41 @@ def test_a_sequence_that_the_drafter_lacks_rows_of_gets_no_guesses_of_it(both, c
     n, guess = drafters[1].kept[0]
     with torch.inference_mode():
         assert guess[:1] == reference(model, drafter, second + expected[1], n, len(guess))[:1]
+
+
+@pytest.mark.parametrize("both", FEW[:3], indirect=True)
+def test_a_drafter_goes_on_reading_while_drafts_do_not_pay_for_a_few_passes(both, client):
+    """As while a second user comes for one short answer."""
+    model, _ = both
+    c, off, [prompt] = client(running=2), [False], prompts(40)
+    read = refusing(c, lambda: off[0])
+    begun = c.engine.drafts.begin_turn
+    turns = iter(range(10_000))
+
+    def turn(*how):
+        off[0] = 10 <= next(turns) < 10 + SHORT
+        begun(*how)
+
+    c.engine.drafts.begin_turn = turn
+    [answer], [kept] = asked(c, (prompt, 150))
+    assert [answer] == [alone(model, prompt, 150)]
+    assert len(read) >= SHORT
+    assert max(n for n, _ in kept) > 40 + SHORT
+
+
+@pytest.mark.parametrize("both", FEW[:3], indirect=True)
+def test_a_sequence_that_is_read_again_from_its_beginning_is_followed(both, client):
+    c = client(running=2)
+    [prompt], drafts = prompts(9), c.engine.drafts
+    text = SimpleNamespace(drafter=drafts.drafter())
+    drafts.follows = False
+    assert not drafts._read(text)
+    drafts.follows = True
+    assert not drafts._read(text)
+    assert not drafts._read(text, first=3)
+    assert drafts._read(text, first=0)
+    assert drafts._read(text)
+    assert c.tokens(c.ask(prompt, 4, stop=STOPS))
 
 
 def test_after_a_long_delay_guesses_are_tried_again(both, client):
