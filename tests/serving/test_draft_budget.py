@@ -438,8 +438,8 @@ def doubted(logits, request, mask, tokens, by):
     ],
 )
 def test_tokens_in_half_precision_are_drawn_by_definition_or_as_likely(kind, device, dtype):
-    """Logits of half precision often tie, and kernels of other numbers of rows then draw other tokens: so each token is
-    compared with what fp32 draws after the same text."""
+    """Logits of half precision often tie, and kernels of other numbers of rows then draw other tokens, also on a CPU, where
+    seconds decide how many drafts a pass has: so each token is compared with what fp32 draws after the same text."""
     model = build(kind, **KINDS[kind]).to(getattr(torch, dtype))
     exact, rng = copy.deepcopy(model).float(), random.Random(7)
     model = model.to(device)
@@ -459,7 +459,6 @@ def test_tokens_in_half_precision_are_drawn_by_definition_or_as_likely(kind, dev
     )
     made = answers(c)
     c.engine.stop(0)
-    assert made == known or device == "cuda"
     s, other = c.engine.stats(), 0
     assert 0 < s.accepted < s.drafted
     for tokens, one, (*_, mask) in zip(made, requests(), some, strict=True):
