@@ -106,7 +106,8 @@ class DeviceDrafts:
             ids = self._upload([token for one in both for token in one.tokens])
             assert before is not None
             ids[:b] = before.index_select(0, self._upload([one.row for one in steps]))
-        _, pos, at = self._places(both)
+        _, pos, at = _places(both)
+        pos, at = upload(pos.astype(np.int32), self.device), self._upload(at)
         states, plan = self._at(self._upload([one.table for one in both])), self.drafter.plan
         tile, starts = plan.tile, [0, *(end - b for end in ends[b:])]
         spans = list(itertools.pairwise(starts))
@@ -141,9 +142,7 @@ class DeviceDrafts:
         numbers = np.zeros((NUMBERS, M), np.int32)
         numbers[0] = self.rows.null_row
         end = sum(counts)
-        within = np.concatenate([np.arange(k) for k in counts])
-        for place, what in enumerate(("table", "first", "at")):
-            numbers[place, :end] = np.repeat([getattr(one, what) for one in texts], counts) + (within if place else 0)
+        numbers[:3, :end] = _places(texts)
         numbers[3, :end] = [token for one in texts for token in one.tokens]
         # what fills up the sequences are copies of the first
         of_texts = np.array([np.cumsum(counts) - counts, [one.row for one in texts], order])
@@ -198,23 +197,22 @@ class DeviceDrafts:
     def _newest(self, texts: Sequence[Rows]) -> torch.Tensor:
         return self.rows.token.index_select(0, self._upload([one.row for one in texts]))
 
-    def _places(self, texts: Sequence[Rows]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return for each row its block table, its position, and its index in the pass."""
-        n = [len(one.tokens) for one in texts]
-        within = np.concatenate([np.arange(k) for k in n])
-        arrays = (np.repeat(np.array([getattr(one, what) for one in texts]), n) for what in ("table", "first", "at"))
-        table, first, at = arrays
-        pos = upload((first + within).astype(np.int32), self.device)
-        return upload(table.astype(np.int64), self.device), pos, upload((at + within).astype(np.int64), self.device)
-
     def _at(self, tables: torch.Tensor) -> list[KeyValues]:
         """Return the state with the block tables of some rows."""
         rows = {id(one.table): one.table for one in self.state if one.table is not None}
         tables_of = {number: table.index_select(0, tables) for number, table in rows.items()}  # layers share them
         return [KeyValues(one.k, one.v, tables_of[id(one.table)]) for one in self.state]
 
-    def _upload(self, numbers: Sequence[int]) -> torch.Tensor:
+    def _upload(self, numbers: Sequence[int] | np.ndarray) -> torch.Tensor:
         return upload(np.array(numbers, np.int64), self.device)
+
+
+def _places(texts: Sequence[Rows]) -> np.ndarray:
+    """Return (3, M): for each row its block table, its position, and its index in the pass."""
+    n = [len(one.tokens) for one in texts]
+    within = np.concatenate([np.arange(k) for k in n])
+    table, first, at = np.repeat([(one.table, one.first, one.at) for one in texts], n, 0).T
+    return np.stack((table, first + within, at + within))
 
 
 def why_not(drafter: PagedDrafter, plan: Plan) -> str:

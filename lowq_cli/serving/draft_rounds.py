@@ -289,9 +289,9 @@ class DraftRounds:
         flight.launched(places, newest, logs, drawable(logits) if looks else None, size)
         if self.guesses is not None and self.runner.noted is not None:
             read = [i for i, text in enumerate(plan.steps) if self._read(text)]
-            rows = [Rows(c.state_row, c.pos, firsts[i], c.tokens, row=c.state_row) for i in read for c in (texts[i],)]
-            if rows:
-                guesses = self.guesses.checked(rows, read, self.runner.noted, result, K)
+            rows = [Rows(t.state_row, t.pos, first, t.tokens, row=t.state_row) for t, first in zip(texts, firsts, strict=False)]
+            if read:
+                guesses = self.guesses.checked([rows[i] for i in read], read, self.runner.noted, result, K)
                 self._guessing([plan.steps[i] for i in read], flight, guesses)
         return flight
 
