@@ -23,6 +23,7 @@ class BatchState:
         shift (R,) int32: offset of the rotary positions of its sequence's steps; not 0 only with images.
         adapter (R,) int32: its sequence's LoRA adapter, 0 for none.
         tables: for each page group (R, width) int32, the blocks of its sequence; block 0 wherever it has none.
+        guesses (R, K) int64: what a drafter on the device has guessed after its newest token; None without such a drafter.
     Args:
         count: number of rows. widths: of the tables. separate: whether a CPU, too, gets changes by `flush`, as a GPU does.
     """
@@ -43,6 +44,7 @@ class BatchState:
         self.pos, self.target, self.order, self.slot, self.shift, self.adapter = copies[2:8]
         self.tables = [copy.view(R, -1) for copy in copies[8:]]
         self.token = torch.zeros(R, dtype=torch.int64, device=device)
+        self.guesses: torch.Tensor | None = None
         self._starts = [0, *ends[:-1].tolist()]
         self._changed: list[np.ndarray] = []
         self._targets[:], self._order[:] = count, np.arange(R)
@@ -92,8 +94,13 @@ class BatchState:
         return bool(self._shifts[:n].any())
 
     def move(self, source: int, target: int) -> None:
-        """Copy the newest token from one row to another; the caller sets everything else."""
-        self.token[target].copy_(self.token[source])
+        """Copy the newest token and the guesses after it from one row to another; the caller sets everything else."""
+        for held in (self.token, *([] if self.guesses is None else [self.guesses])):
+            held[target].copy_(held[source])
+
+    def hold_guesses(self, most: int) -> None:
+        """Make room for `most` guesses in each row."""
+        self.guesses = torch.zeros(len(self.token), most, dtype=torch.int64, device=self.device)
 
     def set_order(self, first: Sequence[int]) -> None:
         """Put these rows first in `order`, followed by all others in ascending order: for any n above all of `first`, the first

@@ -160,6 +160,8 @@ class ContinuousEngine:
                     self.why_no_drafts = self.reason or drafted.reason
                 if self.reason or self.why_no_drafts:
                     self.drafts = self.pipeline.drafts = self.passes.noted = None
+                if self.drafts is not None:
+                    self.drafts.warm()
         self.passes.token_budget.begin()
         # What exists now stays until `stop`: to look through it for garbage took 0.3 s of a pass of 64 sequences with n-grams,
         # whose tables of runs are many new objects (H200).
@@ -385,8 +387,8 @@ class ContinuousEngine:
         if any(flight.rows for flight in self.pipeline.flights) and self.scheduler.compacts:
             self._land(0)  # a sequence's position has to be known
         counts = {} if self.drafts is None else self.drafts.counts()
-        if self.drafts is not None and counts and self.pipeline.flights and not self.drafts.ahead:
-            self._land(0)  # drafts continue from the newest token
+        if self.drafts is not None and counts and self.pipeline.flights and self.drafts.needs_result:
+            self._land(0)
             counts = self.drafts.counts()
         plan = self.scheduler.plan(self._budget, self._pauses)
         if plan is None:

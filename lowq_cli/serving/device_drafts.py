@@ -10,7 +10,6 @@ affects one row of a block at most. Guesses never change which tokens are genera
 """
 
 import itertools
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,32 +21,34 @@ from lowq_cli.engine.drafts.drafter import LastRows, PagedDrafter
 from lowq_cli.engine.plan import Plan
 from lowq_cli.engine.state import BLOCK
 from lowq_cli.serving.batch_state import BatchState
-from lowq_cli.serving.draft_graphs import After, DraftGraphs
+from lowq_cli.serving.draft_graphs import After, Compute, DraftGraphs
 from lowq_cli.serving.model_runner import ModelRunner
 from lowq_kernels.decode.reference import Packed
 from lowq_kernels.decode.runs import Run, Runs
 from lowq_packers.arch.parts import Pages
 
-# Numbers sent per row: its block table, its position, its place in the pass, its token; then per sequence its first row, its
-# row among the running ones, and its number in the pass.
+# Numbers sent per row: its block table, its place among its sequence's rows, its place in the pass, its sequence; then per
+# sequence its first row, its row among the running ones, and its number in the pass.
 NUMBERS = 7
+PROMPTS = (64, 512)  # lengths, in tokens, of the prompts for which `warm` launches the kernels: a short and a long product each
 
 
 @dataclass(frozen=True)
 class Rows:
     """Rows of one sequence in a pass.
 
-    table: the row of its block table. first: the position of the first row. at: the index of the first row in the pass.
-    tokens: the rows' tokens, as far as the host knows them. after: the token after each row, as far as the host knows them.
-    row: the sequence's row among the running ones if this pass samples its newest token, else -1.
+    table: the row of its block table. at: the index of the first row in the pass. row: the sequence's row among the running
+    ones if this pass samples its newest token, else -1. n: the number of rows. Of a piece of a prompt besides: first, the
+    position of the first row; tokens, those of the rows; after, the token after each row but that after the prompt.
     """
 
     table: int
-    first: int
     at: int
-    tokens: Sequence[int]
+    row: int
+    n: int = 1
+    first: int = 0
+    tokens: Sequence[int] = ()
     after: Sequence[int] = ()
-    row: int = -1
 
 
 class DeviceDrafts:
@@ -58,27 +59,45 @@ class DeviceDrafts:
             passes. state: keys and values of each of its layers, in the blocks of the first page group's tables, or the
             model's. slots: positions that these tables cover.
     Attributes:
-        seconds: the seconds of the last guesses, valid on a CPU. sizes, graphs: numbers of rows that are recorded, ascending,
-            and the recordings; none at first (`record`).
+        sizes, graphs: numbers of rows that are recorded, ascending, and the recordings by what is computed; none at first
+            (`record`). fresh: whether the last call did what later ones do not repeat, as of `DraftGraphs.fresh`.
     """
 
     def __init__(self, drafter: PagedDrafter, rows: BatchState, state: Sequence[KeyValues], slots: int) -> None:
         self.sizes: list[int] = []
-        self.graphs: DraftGraphs | None = None
+        self.graphs, self.fresh = dict[Compute, DraftGraphs](), False
         self.drafter, self.rows, self.state, self.device = drafter, rows, list(state), rows.device
         self.shifted = bool(drafter.layers)  # heads pair a row with the token after it, draft models with the row's own token
         self.angles = drafter.plan.angles(slots + BLOCK, self.device)
-        self.seconds = 0.0
+        rows.hold_guesses(drafter.most)
 
     def record(self, runner: ModelRunner, sizes: Sequence[int]) -> None:
         """Record from now on what comes after passes, with these numbers of rows. runner: the model's passes."""
-        self.sizes, self.graphs = sorted({1, 2, *sizes}), DraftGraphs(runner, self.compute)
+        self.sizes = sorted({1, 2, *sizes})
+        self.graphs = {compute: DraftGraphs(runner, compute) for compute in (self.compute, self.compute_guesses)}
+
+    def warm(self, hidden: Mapping[int, torch.Tensor], most: int) -> None:
+        """Launch once what comes after passes of each recorded number of rows, and after prompts, for no sequence: it compiles
+        and loads the kernels. hidden: hidden states of a pass of `sizes[-1]` rows. most: sequences at once."""
+        null, K = self.rows.null_row, self.drafter.most
+        before = None if self.shifted else self.rows.token
+        for M in self.sizes:
+            numbers = np.zeros((NUMBERS, M), np.int32)
+            numbers[0] = numbers[5] = null
+            states, result = {i: hidden[i][:M] for i in self.drafter.layers}, torch.zeros(3 * M, device=self.device).long()
+            self.compute(upload(numbers, self.device), After(states, result, None, M, min(M, most), K))
+            if most >= M:
+                self.compute(upload(numbers, self.device), After(states, None, before, M, M, K))
+        for n in PROMPTS:
+            states = {i: h[:1].expand(n, -1) for i, h in hidden.items()}
+            self.passed([], [Rows(null, 0, null, n, 0, [0] * n, [0] * (n - 1))], states, before, K)
 
     def checked(
         self, texts: Sequence[Rows], order: Sequence[int], hidden: Mapping[int, torch.Tensor], result: torch.Tensor, K: int
     ) -> torch.Tensor | None:
         """Write the rows of a pass with drafts, whose `result` is that of `DraftPasses.run`, and return (n, K) guesses of the
-        tokens after the newest ones; None for K = 0. order: the number of each sequence in the pass."""
+        tokens after the newest ones, also written into `BatchState.guesses`; None for K = 0. order: the number of each sequence
+        in the pass."""
         return self._after(texts, order, hidden, result, None, K)
 
     def passed(
@@ -96,18 +115,20 @@ class DeviceDrafts:
         if not pieces:
             return self._after(steps, range(len(steps)), hidden, None, before, K)
         both, b = [*steps, *pieces], len(steps)
-        ends = np.cumsum([len(one.tokens) for one in both]).tolist()
+        ends = np.cumsum([one.n for one in both]).tolist()
         texts = [one for one in both if one.row >= 0]
-        last = self._upload([end - 1 for one, end in zip(both, ends, strict=True) if one.row >= 0])
+        lasts, rows = [end - 1 for one, end in zip(both, ends, strict=True) if one.row >= 0], [one.row for one in texts]
         if self.shifted:
-            ids = self._upload([t for one in both for t in (*one.after, *[0] * (len(one.tokens) - len(one.after)))])
-            ids.index_copy_(0, last, self._newest(texts))
+            ids = self._upload([t for one in both for t in (*one.after, *[0] * (one.n - len(one.after)))])
+            ids.index_copy_(0, self._upload(lasts), self.rows.token.index_select(0, self._upload(rows)))
         else:
-            ids = self._upload([token for one in both for token in one.tokens])
+            ids = self._upload([0] * b + [token for one in pieces for token in one.tokens])
             assert before is not None
-            ids[:b] = before.index_select(0, self._upload([one.row for one in steps]))
-        _, pos, at = _places(both)
-        pos, at = upload(pos.astype(np.int32), self.device), self._upload(at)
+            ids[:b] = before.index_select(0, self._rows(steps))
+        _, after, at, of = _places(both)
+        pos = upload((after + np.array([one.first for one in both])[of]).astype(np.int32), self.device)
+        pos[:b] = self.rows.pos.index_select(0, self._rows(steps)) - 1
+        at = self._upload(at)
         states, plan = self._at(self._upload([one.table for one in both])), self.drafter.plan
         tile, starts = plan.tile, [0, *(end - b for end in ends[b:])]
         spans = list(itertools.pairwise(starts))
@@ -123,8 +144,12 @@ class DeviceDrafts:
         written = self.drafter.write(ids, {i: h.index_select(0, at) for i, h in hidden.items()}, batch, states)
         if not K or not texts:
             return None
-        of_texts = self._at(self._upload([one.table for one in texts]))
-        return self._guesses(self._newest(texts), written, pos, last, of_texts, K)
+        n = len(texts)
+        last, row, table = padded(np.array([lasts, rows, [one.table for one in texts]]), self._size(n))
+        made = dict(enumerate(t.index_select(0, self._upload(last)) for t in written))
+        after = After(made, None, None, 0, len(row), K)
+        guesses = self._run(self.compute_guesses, np.stack((row, table)).astype(np.int32), after)
+        return None if guesses is None else guesses[:n]
 
     def _after(
         self,
@@ -136,43 +161,58 @@ class DeviceDrafts:
         K: int,
     ) -> torch.Tensor | None:
         """Do what `checked` does, or `passed` does of steps; on a GPU with few numbers of rows, each of them recorded."""
-        counts, n = [len(one.tokens) for one in texts], len(texts)
+        counts, n = [one.n for one in texts], len(texts)
         M, N = self._size(sum(counts)), self._size(n)
         after = After({i: hidden[i] for i in self.drafter.layers}, result, before, M, N, K)
         numbers = np.zeros((NUMBERS, M), np.int32)
         numbers[0] = self.rows.null_row
         end = sum(counts)
-        numbers[:3, :end] = _places(texts)
-        numbers[3, :end] = [token for one in texts for token in one.tokens]
-        # what fills up the sequences are copies of the first
-        of_texts = np.array([np.cumsum(counts) - counts, [one.row for one in texts], order])
-        numbers[4:, :N] = np.concatenate([of_texts, np.repeat(of_texts[:, :1], N - n, 1)], 1)
+        numbers[:4, :end] = _places(texts)
+        numbers[4:, :N] = padded(np.array([np.cumsum(counts) - counts, [one.row for one in texts], order]), N)
         # a pass with prompts that the drafter does not read may have thousands of rows, which a recording would keep
-        if self.graphs is not None and max([M, *map(len, after.hidden.values())]) <= self.sizes[-1]:
-            guesses = self.graphs.run(numbers, after)
-        else:
-            guesses = self.compute(upload(numbers, self.device), after)
+        short = max([M, *map(len, after.hidden.values())]) <= max(self.sizes, default=0)
+        guesses = self._run(self.compute, numbers, after, short)
         return None if guesses is None else guesses[:n]
+
+    def _run(self, compute: Compute, numbers: np.ndarray, after: After, short: bool = True) -> torch.Tensor | None:
+        """Compute this recorded, if it is `short` and recordings were asked for."""
+        graphs = self.graphs.get(compute) if short else None
+        self.fresh = False
+        if graphs is None:
+            return compute(upload(numbers, self.device), after)
+        guesses, self.fresh = graphs.run(numbers, after), graphs.fresh
+        return guesses
 
     def compute(self, numbers: torch.Tensor, after: After) -> torch.Tensor | None:
         """Compute `_after` from its numbers (NUMBERS, M) on the device; return guesses (N, K), None for K = 0."""
-        table, pos, at, tokens = numbers[:4]
+        table, within, at, of = numbers[:4]
         first, row, order = numbers[4:, : after.N].long()
-        last, newest, ids, at = first, self.rows.token.index_select(0, row), tokens.long(), at.long()
+        last, at, next_pos = first, at.long(), self.rows.pos.index_select(0, row)
         if after.result is not None:
-            drawn, right = after.result.chunk(2)
-            last = first + right.index_select(0, order)
-            ids = drawn.index_select(0, at) if self.shifted else ids
+            drawn, accepted, own = after.result.chunk(3)
+            right = accepted.index_select(0, order)
+            last, next_pos = first + right, next_pos - right.int()
+            ids = (drawn if self.shifted else own).index_select(0, at)
         elif after.before is not None:
             ids = after.before.index_select(0, row)
+        else:
+            ids = torch.zeros_like(at)
         if self.shifted:
-            ids = ids.index_copy(0, last, newest)
+            ids = ids.index_copy(0, last, self.rows.token.index_select(0, row))
+        # the host may not know yet how many of the drafts before this pass were right
+        pos = torch.where(table == self.rows.null_row, 0, next_pos.index_select(0, of) - 1 + within)
         states, plan = self._at(table), self.drafter.plan
         batch = Batch(plan.ops, ids, len(ids), pos, self.angles, drafted=after.result is not None)
         written = self.drafter.write(ids, {i: h.index_select(0, at) for i, h in after.hidden.items()}, batch, states)
         if not after.K:
             return None
-        return self._guesses(newest, written, pos, last, self._at(table.index_select(0, last)), after.K)
+        return self._guesses(row, table.index_select(0, last), [t.index_select(0, last) for t in written], after.K)
+
+    def compute_guesses(self, numbers: torch.Tensor, after: After) -> torch.Tensor:
+        """Return guesses (N, K) after rows that were written, from numbers (2, N): each sequence's row among the running ones,
+        and that of its block table. after.hidden: what `PagedDrafter.write` returned of its last row."""
+        row, table = numbers.long()
+        return self._guesses(row, table, list(after.hidden.values()), after.K)
 
     def _size(self, n: int) -> int:
         """Return the number of rows, or of sequences, that are computed for n of them."""
@@ -180,22 +220,21 @@ class DeviceDrafts:
 
     def _guesses(
         self,
-        newest: torch.Tensor,
+        row: torch.Tensor,
+        table: torch.Tensor,
         made: Sequence[torch.Tensor],
-        pos: torch.Tensor,
-        last: torch.Tensor,
-        of_texts: list[KeyValues],
         K: int,
     ) -> torch.Tensor:
-        """Return K guesses (n, K) of each sequence. last: its last row. of_texts: the state with the sequences' tables."""
-        began = time.perf_counter()
-        made, pos = [t.index_select(0, last) for t in made], pos.index_select(0, last)
-        guesses = self.drafter.go_on(LastRows(newest, made, pos, of_texts, self.angles), K)
-        self.seconds = time.perf_counter() - began
+        """Return K guesses (n, K) of each sequence. row: its row among the running ones. table: the row of its block table.
+        made: what `PagedDrafter.write` returned of its last row."""
+        newest, pos = self.rows.token.index_select(0, row), self.rows.pos.index_select(0, row) - 1
+        guesses = self.drafter.go_on(LastRows(newest, made, pos, self._at(table), self.angles), K)
+        assert self.rows.guesses is not None
+        self.rows.guesses[:, :K].index_copy_(0, row, guesses)
         return guesses
 
-    def _newest(self, texts: Sequence[Rows]) -> torch.Tensor:
-        return self.rows.token.index_select(0, self._upload([one.row for one in texts]))
+    def _rows(self, texts: Sequence[Rows]) -> torch.Tensor:
+        return self._upload([one.row for one in texts])
 
     def _at(self, tables: torch.Tensor) -> list[KeyValues]:
         """Return the state with the block tables of some rows."""
@@ -207,12 +246,17 @@ class DeviceDrafts:
         return upload(np.array(numbers, np.int64), self.device)
 
 
+def padded(numbers: np.ndarray, n: int) -> np.ndarray:
+    """Return numbers (R, k), k <= n, with copies of the first column behind them up to (R, n)."""
+    return np.concatenate([numbers, np.repeat(numbers[:, :1], n - numbers.shape[1], 1)], 1)
+
+
 def _places(texts: Sequence[Rows]) -> np.ndarray:
-    """Return (3, M): for each row its block table, its position, and its index in the pass."""
-    n = [len(one.tokens) for one in texts]
+    """Return (4, M): for each row its block table, its place among its sequence's rows, its place in the pass, its sequence."""
+    n = [one.n for one in texts]
     within = np.concatenate([np.arange(k) for k in n])
-    table, first, at = np.repeat([(one.table, one.first, one.at) for one in texts], n, 0).T
-    return np.stack((table, first + within, at + within))
+    table, at, of = np.repeat([(one.table, one.at, i) for i, one in enumerate(texts)], n, 0).T
+    return np.stack((table, within, at + within, of))
 
 
 def why_not(drafter: PagedDrafter, plan: Plan) -> str:

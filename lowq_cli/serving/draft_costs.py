@@ -29,7 +29,7 @@ class DraftCosts:
 
     def __init__(self, passes: DraftPasses, drafter: PagedDrafter | None, plan: Plan) -> None:
         self.passes, self.budget = passes, passes.passes.token_budget
-        self.gap_s = GAP_S if passes.device.type == "cuda" else 0.0
+        self.gap_s = self._first_gap_s = GAP_S if passes.device.type == "cuda" else 0.0
         self.adapted = False
         self.extra = 0.0  # seconds that recorded passes take beyond those measured at the start, with little in the cache
         self._refused = 0  # passes in a row, as AGAIN counts them
@@ -44,6 +44,10 @@ class DraftCosts:
     def guess_s(self, plain_s: float) -> float:
         """Return the seconds of one guess for each sequence, where a plain pass takes `plain_s` seconds."""
         return plain_s * statistics.median(self._guesses)
+
+    def guesses_s(self, texts: int, K: int) -> float:
+        """Return the seconds in which the drafter reads a pass and makes K guesses for each of `texts` sequences."""
+        return (K + 1) * self.guess_s(self.plain_s(texts))
 
     def pass_s(self, rows: int, texts: int, plain_s: float) -> float:
         """Return the seconds of a pass with drafts of `rows` rows for `texts` sequences."""
@@ -60,7 +64,11 @@ class DraftCosts:
         """Record whether a pass that could have likely drafts has some."""
         self._refused = 0 if some else self._refused + 1
         if self._refused == AGAIN:
-            self.gap_s, self.extra, self._refused = min(self.gap_s, GAP_S), 0.0, 0
+            self.gap_s, self.extra, self._refused = min(self.gap_s, self._first_gap_s), 0.0, 0
+
+    def go_ahead(self) -> None:
+        """Expect passes with drafts to be launched while the one before is still computed."""
+        self.gap_s = self._first_gap_s = 0.0
 
     def launched(self, seconds: float) -> None:
         """Record the seconds from the end of a pass to the launch of one with drafts, as the host saw them."""
@@ -77,6 +85,7 @@ class DraftCosts:
             self._slopes.append(max(0.0, seconds / plain - 1) / (rows / texts - 1))
 
     def guessed(self, texts: int, K: int, seconds: float) -> None:
-        """Record the seconds of K guesses for each of `texts` sequences."""
-        if plain := self.budget.seconds(texts, texts, self.adapted):
-            self._guesses.append(seconds / (K * plain))
+        """Record the seconds in which a drafter read a pass and made K guesses for each of `texts` sequences. To read takes
+        about as long as a guess."""
+        if plain := self.plain_s(texts):
+            self._guesses.append(seconds / ((K + 1) * plain))

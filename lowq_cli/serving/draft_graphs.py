@@ -52,6 +52,9 @@ class After:
                 mine.copy_(given)
 
 
+Compute = Callable[[torch.Tensor, After], torch.Tensor | None]
+
+
 @dataclass(frozen=True)
 class Recorded:
     """A recording and the tensors that it reads and writes. numbers: `DeviceDrafts` describes rows by them."""
@@ -73,7 +76,7 @@ class DraftGraphs:
             there are no more recordings, or "".
     """
 
-    def __init__(self, runner: ModelRunner, compute: Callable[[torch.Tensor, After], torch.Tensor | None]) -> None:
+    def __init__(self, runner: ModelRunner, compute: Compute) -> None:
         self.runner, self.compute, self.fresh, self.reason = runner, compute, False, ""
         self._met: set[tuple[int, ...]] = set()
         self._failed = False  # whether a recording has failed; one may: a thread's first product in cuBLAS cannot be recorded

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from lowq_cli.engine.batch import Batch, Chain, KeyValues, States, refill, upload
+from lowq_cli.engine.drafts.drafter import GUESSED
 from lowq_cli.engine.graph import Captured
 from lowq_cli.engine.pictures import in_pass
 from lowq_cli.serving.model_runner import COUNTERS, ModelRunner
@@ -31,12 +32,11 @@ NUMBERS = 6
 
 @dataclass(frozen=True)
 class Checked:
-    """A sequence's rows of a pass. state_row: its row of `BatchState`. pos: the position of its newest token. target: the row
-    that samples for it, or the null row. tokens: the newest token and its drafts. slot: the slot of its recurrent state.
-    copies: slots for this state after each row but the last."""
+    """A sequence's rows of a pass. state_row: its row of `BatchState`. target: the row that samples for it, or the null row.
+    tokens: the newest token and its drafts, or GUESSED instead of these. slot: the slot of its recurrent state. copies: slots
+    for this state after each row but the last."""
 
     state_row: int
-    pos: int
     target: int
     tokens: Sequence[int]
     slot: int = 0
@@ -74,7 +74,8 @@ class DraftPasses:
         return next(s for s in self.sizes if s >= rows)
 
     def run(self, sequences: Sequence[Checked]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Launch a pass; return (M + M,) the token sampled after each row, then each sequence's right drafts; logits (M, V)."""
+        """Launch a pass; return (M + M + M,) the token sampled after each row, each sequence's right drafts, and each row's own
+        token; logits (M, V)."""
         M = self.size(sum(len(t.tokens) for t in sequences))
         chunk, key = self._describe(M, sequences), (M, self.passes.adapted(0, (t.state_row for t in sequences)))
         if self.met is not None and key not in self.captured:
@@ -86,7 +87,7 @@ class DraftPasses:
             refill(place, chunk)
             graph.replay()
             self.passes.noted = graph.noted
-            return self.result[: 2 * M], graph.logits
+            return self.result[: 3 * M], graph.logits
         team = Follower(self.passes.teams[len(sequences)]) if self.device.type == "cpu" else nullcontext()
         with team:
             return self.forward(M, upload(chunk, self.device), self._chains(sequences), key[1])
@@ -125,6 +126,10 @@ class DraftPasses:
         ids, after, state_row, first, count, target = chunk.view(NUMBERS, M)
         used = state_row != r.null_row
         ids = torch.where(used & (after == 0), r.token.index_select(0, state_row).int(), ids)
+        if r.guesses is not None:
+            place = (after[:, None].long() - 1).clamp(0, r.guesses.shape[1] - 1)
+            made = r.guesses.index_select(0, state_row).gather(1, place)[:, 0]
+            ids = torch.where(ids == GUESSED, made.int(), ids)
         pos = torch.where(used, r.pos.index_select(0, state_row) + after, 0)
         tables = {id(t): t.index_select(0, state_row) for t in r.tables}
         state = [self._of_rows(one, tables) for one in p.state]
@@ -143,7 +148,7 @@ class DraftPasses:
         p.ops.choose_rows(logits, each, drawn, pos.clone(), *how)
         accepted = torch.zeros_like(drawn)
         p.ops.accept(drawn, ids.long(), first.long(), count.long(), target.long(), r.token, r.pos, accepted)
-        return torch.cat((drawn, accepted)), logits
+        return torch.cat((drawn, accepted, ids.long())), logits
 
     @staticmethod
     def _of_rows(one: KeyValues | States, tables: dict[int, torch.Tensor]) -> KeyValues | States:
@@ -182,7 +187,7 @@ class DraftPasses:
         return True
 
     def _begin(self) -> None:
-        self.result = torch.zeros(2 * self.sizes[-1], dtype=torch.int64, device=self.device)
+        self.result = torch.zeros(3 * self.sizes[-1], dtype=torch.int64, device=self.device)
         counters.reserve(len(self._keys()) * COUNTERS, self.device)
 
     def _record(self, M: int, adapted: bool, first: bool = False) -> bool:
@@ -192,7 +197,7 @@ class DraftPasses:
 
         def step() -> torch.Tensor:
             result, logits = self.forward(M, place, (), adapted)
-            self.result[: 2 * M].copy_(result)
+            self.result[: 3 * M].copy_(result)
             return logits
 
         try:

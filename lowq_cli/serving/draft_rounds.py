@@ -9,7 +9,7 @@ import torch
 
 from lowq_cli.engine.batch import KeyValues
 from lowq_cli.engine.drafts.balance import NEWEST
-from lowq_cli.engine.drafts.drafter import Guess, PagedDrafter
+from lowq_cli.engine.drafts.drafter import GUESSED, Guess, PagedDrafter
 from lowq_cli.engine.drafts.drafter_choice import settled
 from lowq_cli.engine.drafts.drafting import AGAIN
 from lowq_cli.engine.drafts.ngram import NGram
@@ -44,8 +44,8 @@ FEEDS = 2  # max. sequences per pass whose drafter is given a long text: 0.7 ms 
 BEHIND = 2.0
 
 
-# Passes in a row, of sizes for which drafts do not pay, in which a drafter goes on reading: a second user may come for a short
-# answer, and a sequence whose rows it has missed gets no more guesses of it.
+# Passes since the last one that might have had drafts, of sizes for which these do not pay, in which a drafter goes on reading:
+# a second user may come for a short answer, and a sequence whose rows it has missed gets no more guesses of it.
 SHORT = 64
 
 
@@ -99,10 +99,11 @@ class DraftRounds:
             the drafter on the device, or None for n-grams alone.
     Attributes:
         costs: the seconds of its passes. on: whether drafts pay with the present number of sequences. follows: whether the
-            drafter on the device reads the rows of passes. unpaid: passes in a row as SHORT counts them. drafted, accepted:
+            drafter on the device reads the rows of passes. unpaid: passes as SHORT counts them. drafted, accepted:
             numbers of guesses that were checked, and of right ones.
-        ahead: whether passes are launched while the result of one with drafts is not known yet. The guesses then follow those
-            that are in flight, as if these were right.
+        ahead: whether passes are launched while the result of one with drafts is not known yet. The guesses of n-grams then
+            follow those that are in flight, as if these were right; those of a drafter on the device were made after them.
+        needs_result: whether the drafts of `counts` can be launched only after the passes in flight are read.
         flying: by sequence number, the drafts in the pass that was launched last, if `ahead`.
     """
 
@@ -123,7 +124,8 @@ class DraftRounds:
         self._once = False  # whether a drafter was given a long text in this turn
         self._waits: dict[int, float] = {}  # size -> mean seconds that sequences wait for a plain pass while drafts are off
         self._unguessed = 0  # passes since the last one for which the drafter ran
-        self.on, self.follows, self.ahead, self.unpaid = True, True, False, 0
+        self._timed: Flight | None = None  # one whose guesses are not timed yet
+        self.on, self.follows, self.ahead, self.unpaid, self.needs_result = True, True, False, 0, False
         self.flying: dict[int, list[int]] = {}
         self.drafted = self.accepted = 0
         if self.device.type == "cuda":
@@ -140,18 +142,29 @@ class DraftRounds:
         return ngram if self.guesses is None else Guessed(self._rates, ngram)
 
     def go_ahead(self) -> None:
-        """Launch passes ahead of results, where n-grams guess and neither blocks nor states depend on which drafts were wrong:
-        without recurrent layers and windows."""
+        """Launch passes ahead of results, where neither blocks nor states depend on which drafts were wrong: without recurrent
+        layers and windows."""
         cache = self.scheduler.cache
-        self.ahead = self.guesses is None and cache.states is None and not any(g.window for g in cache.pages)
+        self.ahead = cache.states is None and not any(g.window for g in cache.pages)
         self.scheduler.waits = not self.ahead
-        self.costs.gap_s *= not self.ahead
+        if self.ahead:
+            self.costs.go_ahead()
+
+    def warm(self) -> None:
+        """Compile and load the drafter's kernels, on a GPU whose passes are recorded. Else they are when they come the first
+        time: an H200 gave the first 8 answers of an 8B with an EAGLE-3 head at 213 tokens/s, and later ones at 961."""
+        recorded = self.passes.captured.get((self.passes.sizes[-1], False))
+        if self.guesses is not None and recorded is not None and recorded[0].noted is not None:
+            self.guesses.warm(recorded[0].noted, self.runner.sizes.most)
 
     def begin_turn(self, size: int, adapted: bool) -> None:
         """Decide whether the next pass may have drafts. size: the rows of a plain pass. adapted: whether it has adapters."""
         self.costs.adapted = adapted
         self.on = not self.passes.reason and (self._trials is None or self._trials.allows(size))
-        self.unpaid = self.unpaid + 1 if self._trials is not None and self._trials.waits(size) else 0
+        if self.on:
+            self.unpaid = 0
+        elif self._trials is not None and self._trials.waits(size):
+            self.unpaid += 1
         self.follows = self.unpaid <= SHORT
 
     def end_turn(self, plan: StepPlan | None, size: int, tokens: int) -> None:
@@ -191,15 +204,23 @@ class DraftRounds:
             return {}
         self._best = {t.number: self._guess(t, drafter) for t, drafter in likely}
         chances = ((number, guess.chances) for number, guess in self._best.items())
-        given = max((len(drafter.given) for _, drafter in likely if isinstance(drafter, Guessed)), default=0)
-        apart = self.costs.gap_s + self.costs.guess_s(plain) * given
+        made = max((drafter.made for _, drafter in likely if isinstance(drafter, Guessed)), default=0)
+        apart = self.costs.gap_s + self.costs.guess_s(plain) * made
 
         def seconds(rows: int) -> float:
             return self.costs.pass_s(rows, n, plain) + apart
 
         chosen = choose(chances, n, self.passes.sizes, seconds, self._plain_s(n), self._latest(texts))
         self.costs.chosen(bool(chosen))
+        self.needs_result = not self.ahead or any(self._needs_result(t) for t, _ in likely if t.number in chosen)
         return chosen
+
+    def _needs_result(self, text: Sequence) -> bool:
+        """Return whether a sequence's guess can be checked only after the passes in flight are read: n-grams beside a drafter
+        do not know its tokens in flight, and special requests are drawn with the tokens before them."""
+        if not text.ahead or not isinstance(text.drafter, Guessed):
+            return False
+        return text.request.special or self._best[text.number].tokens[0] != GUESSED
 
     def _plain_s(self, n: int) -> float:
         """Return the seconds of a plain pass of n sequences, with the host's time where it was measured."""
@@ -220,7 +241,7 @@ class DraftRounds:
         assume that the first differing draft will be rejected and that the model will draw our guess there; if not, the later
         drafts are rejected, too."""
         most = max(0, min(MOST_DRAFTS, text.remaining - 1 - self.ahead))
-        if not text.ahead:
+        if not text.ahead or isinstance(drafter, Guessed):
             return drafter.guess(most)
         flying = self.flying.get(text.number, [])
         guess = drafter.guess(len(flying) + 1 + most)
@@ -269,12 +290,13 @@ class DraftRounds:
 
         K: number of guesses that the drafter makes for each sequence afterwards. looks: whether its logits are checked for NaN.
         """
-        null, texts = self.rows.null_row, list[Checked]()
+        null, texts, flight = self.rows.null_row, list[Checked](), Flight(self.device)
         for text in plan.steps:
             tokens, slots = drafts.get(text.number, ([], []))
             target = null if text.request.special else text.row
-            texts.append(Checked(text.row, len(text.tokens) - 1, target, [text.tokens[-1], *tokens], text.slot, slots))
-        flight = Flight(self.device)
+            texts.append(Checked(text.row, target, [text.tokens[-1], *tokens], text.slot, slots))
+            flight.own.append(min(len(tokens), text.drafter.own) if isinstance(text.drafter, Guessed) else 0)
+        self._forget(plan)
         adapted = self.runner.adapted(0, (t.state_row for t in texts))
         result, logits = self.passes.run(texts)
         firsts = np.cumsum([0, *(len(t.tokens) for t in texts)]).tolist()
@@ -285,11 +307,12 @@ class DraftRounds:
         special = [(i, t) for i, t in places if t.request.undrafted]
         logs += self.special.draw(logits, special) if special else []
         flight.rows = [len(t.tokens) for t in texts]
-        newest, size = torch.cat((result, self.rows.token)), (0, firsts[-1], adapted)
+        M = len(result) // 3
+        newest, size = torch.cat((result[: 2 * M], self.rows.token)), (0, firsts[-1], adapted)
         flight.launched(places, newest, logs, drawable(logits) if looks else None, size)
         if self.guesses is not None and self.runner.noted is not None:
             read = [i for i, text in enumerate(plan.steps) if self._read(text)]
-            rows = [Rows(t.state_row, t.pos, first, t.tokens, row=t.state_row) for t, first in zip(texts, firsts, strict=False)]
+            rows = [Rows(t.state_row, first, t.state_row, len(t.tokens)) for t, first in zip(texts, firsts, strict=False)]
             if read:
                 guesses = self.guesses.checked([rows[i] for i in read], read, self.runner.noted, result, K)
                 self._guessing([plan.steps[i] for i in read], flight, guesses)
@@ -312,25 +335,36 @@ class DraftRounds:
         pieces: those of the plan. steps: rows of the pass before them. before: the newest tokens before the pass, None where
         the drafter reads the tokens after the rows.
         """
+        self._forget(plan)
         if self.guesses is None or self.runner.noted is None:
             return
         ends = set(map(id, plan.finishing))
         going = [text for text in plan.steps if self._read(text)]
-        stepped = [Rows(t.row, t.computed - 1, t.row, [0], row=t.row) for t in going]
+        stepped = [Rows(t.row, t.row, t.row) for t in going]
         read, through, at = list[Rows](), list[Sequence](), steps
         for (text, row, first, end), piece in zip(plan.pieces, pieces, strict=True):
             row_of_output = text.row if id(text) in ends else -1
             if self._read(text, first):
-                read.append(Rows(row, first, at, piece.tokens, text.tokens[first + 1 : end + 1], row_of_output))
+                after = text.tokens[first + 1 : end + 1]
+                read.append(Rows(row, at, row_of_output, end - first, first, piece.tokens, after))
                 through += [text] * (row_of_output >= 0)
             at += end - first
         if stepped or read:
             self._guessing([*going, *through], flight, self.guesses.passed(stepped, read, self.runner.noted, before, K))
 
+    @staticmethod
+    def _forget(plan: StepPlan) -> None:
+        """Forget the guesses that were made before the pass of a plan."""
+        for text in (*plan.steps, *plan.finishing):
+            if isinstance(text.drafter, Guessed):
+                text.drafter.made = 0
+
     def _guessing(self, texts: list[Sequence], flight: Flight, guesses: torch.Tensor | None) -> None:
         flight.guess(texts, guesses)
-        assert self.guesses is not None
-        self._once |= self.guesses.graphs is not None and self.guesses.graphs.fresh
+        for text in texts if guesses is not None else ():
+            if isinstance(text.drafter, Guessed):
+                text.drafter.made = guesses.shape[1]
+        self._once |= self.guesses is not None and self.guesses.fresh
 
     def newest_tokens(self) -> torch.Tensor | None:
         """Return a copy of the rows' newest tokens if the drafter needs those from before the next pass, else None."""
@@ -354,7 +388,7 @@ class DraftRounds:
                 text.drafted, text.accepted = text.drafted + rows - 1, text.accepted + accepted
                 self.drafted, self.accepted = self.drafted + rows - 1, self.accepted + accepted
                 if isinstance(text.drafter, Guessed):
-                    text.drafter.checked(rows - 1, accepted)
+                    text.drafter.checked(flight.own[i], accepted)
             if sound is not None and not all(sound[first : first + accepted + 1]):
                 text.failed = not_finite(self.runner.plan.dtype)
             new_tokens.append((text, [tokens[2 * M + row]] if text.request.undrafted else tokens[first : first + accepted + 1]))
@@ -366,9 +400,13 @@ class DraftRounds:
             before = self._waits.get(size, waited)
             self._waits[size] = before + NEWEST * (waited - before)
 
-    def give(self, flight: Flight) -> None:
-        """Hand the guesses that the drafter made after a pass to its sequences."""
-        if not flight.guessed:
+    def give(self, flight: Flight, newest: bool) -> None:
+        """Hand the guesses that the drafter made after a pass to its sequences, if it is the `newest`. Guesses after earlier
+        passes are on the device only; they are timed here, too."""
+        if self._timed is not None:
+            self.costs.guessed(*self._timed.guesses.shape, self._timed.guess_s())
+        self._timed = flight if flight.guessed else None
+        if not flight.guessed or not newest:
             return
         if not isinstance(flight.after, float):
             flight.after.synchronize()
@@ -376,9 +414,6 @@ class DraftRounds:
             if isinstance(text.drafter, Guessed) and not text.done:
                 text.feed()
                 text.drafter.give(guesses)
-        if self.guesses is not None and self.device.type == "cpu":
-            texts, K = flight.guesses.shape
-            self.costs.guessed(texts, K, self.guesses.seconds)
 
     def ended(self, text: Sequence) -> None:
         """Keep a finished answer, from which other sequences' n-grams may go on."""

@@ -19,6 +19,7 @@ class Flight:
     def __init__(self, device: torch.device) -> None:
         self.began, self.since = moment(device), time.perf_counter()
         self.rows: list[int] = []  # number of rows of each sequence; only in a pass with drafts
+        self.own: list[int] = []  # how many of each sequence's first drafts are those of the drafter on the device
         self.guessed: list[Sequence] = []
 
     def launched(
@@ -39,6 +40,10 @@ class Flight:
         """Record the drafter's guesses (n, K) for the next tokens of some sequences; None: the drafter did not run."""
         if guesses is not None:
             self.guessed, self.guesses, self.after = texts, fetch(guesses), moment(guesses.device)
+
+    def guess_s(self) -> float:
+        """Return the seconds that the drafter took, with what it reads of the pass; call it once a later pass has ended."""
+        return between(self.ended, self.after)
 
     def over(self) -> bool:
         """Return whether the pass has ended."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from lowq_cli.engine.drafts.drafter import Guess
+from lowq_cli.engine.drafts.drafter import GUESSED, Guess
 from lowq_cli.engine.drafts.ngram import NGram
 from lowq_cli.engine.drafts.rates import Rates
 from lowq_kernels.decode.reference import MOST_DRAFTS
@@ -26,6 +26,9 @@ class Guessed:
     """One sequence's guesses: those of a drafter on the device, or n-grams where these promise more tokens. N-grams also
     continue after the drafter's last guess, and so use rows that it leaves free.
 
+    The drafter guesses after each pass on the device; the host reads its guesses only after the last pass in flight. Before,
+    GUESSED stands for each of them, and n-grams go on from the tokens that the host knows.
+
     Attributes:
         shared, rates: Rates of the drafter's guesses, for all sequences and for this one. followed: whether the drafter on the
             device has read all rows of the sequence; it makes no guesses otherwise.
@@ -33,7 +36,7 @@ class Guessed:
 
     def __init__(self, shared: Rates, ngram: NGram) -> None:
         self.shared, self.rates, self.ngram, self.given = shared, Rates(shared.chances), ngram, list[int]()
-        self.followed = True
+        self.followed, self._made = True, 0
         self._best: tuple[Guess, int] | None = None  # the guess, and how many of its tokens are the drafter's
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -46,9 +49,19 @@ class Guessed:
         self.ngram.extend(tokens)
         self.given, self._best = [], None
 
+    @property
+    def made(self) -> int:
+        """How many guesses of the drafter there are after the last pass that was launched."""
+        return self._made
+
+    @made.setter
+    def made(self, n: int) -> None:
+        self.given, self._made, self._best = [], n, None
+
     def give(self, tokens: Sequence[int]) -> None:
         """Take the drafter's guesses of the next tokens."""
-        self.given, self._best = list(tokens), None
+        self.made = len(tokens)
+        self.given = list(tokens)
 
     @property
     def chance(self) -> float:
@@ -60,20 +73,24 @@ class Guessed:
         best = self._found()[0]
         return Guess(best.tokens[:most], best.chances[:most])
 
-    def checked(self, n: int, accepted: int) -> None:
-        """Record that the first n tokens of the guess were checked and `accepted` were right; call it before `extend`."""
-        own_count = min(n, self._found()[1])
-        for rates in (self.shared, self.rates) if own_count else ():
-            rates.note(own_count, min(accepted, own_count))
+    @property
+    def own(self) -> int:
+        """How many of the first tokens of the guess are the drafter's."""
+        return self._found()[1]
+
+    def checked(self, own: int, accepted: int) -> None:
+        """Record that a guess was checked, whose first `own` tokens were the drafter's, and that `accepted` were right."""
+        for rates in (self.shared, self.rates) if own else ():
+            rates.note(own, min(accepted, own))
 
     def _found(self) -> tuple[Guess, int]:
         if self._best is None:
-            repeated, own_guess = self.ngram.guess(MOST_DRAFTS), self.given
+            repeated, n = self.ngram.guess(MOST_DRAFTS), self.made
             self._best = repeated, 0
-            if own_guess and expected(self.rates.chances[: len(own_guess)]) >= expected(repeated.chances[: len(own_guess)]):
-                more = self.ngram.after(own_guess, MOST_DRAFTS - len(own_guess))
-                chances = [*self.rates.chances[: len(own_guess)], *more.chances]
-                self._best = Guess([*own_guess, *more.tokens], chances), len(own_guess)
+            if n and expected(self.rates.chances[:n]) >= expected(repeated.chances[:n]):
+                more = self.ngram.after(self.given, MOST_DRAFTS - n) if self.given else Guess()
+                tokens = [*(self.given or [GUESSED] * n), *more.tokens]
+                self._best = Guess(tokens, [*self.rates.chances[:n], *more.chances]), n
         return self._best
 
 

@@ -153,10 +153,12 @@ class PassPipeline:
                         text.failed = not_finite(self.passes.plan.dtype)
                 yield [(text, [tokens[row]]) for text, row, _ in flight.drew], logs
             if self.drafts is not None:
-                self.drafts.give(flight)
+                self.drafts.give(flight, newest=not self.flights)
 
     def _expected(self, flight: Flight) -> float:
-        """Return the seconds that a pass is expected to take."""
-        if flight.rows and self.drafts is not None:
-            return self.drafts.costs.known_s(flight.size[1])
-        return self.passes.token_budget.seconds(*flight.size)
+        """Return the seconds that a pass, and what a drafter does after it, are expected to take."""
+        steps, rows, adapted = flight.size
+        if self.drafts is None:
+            return self.passes.token_budget.seconds(steps, rows, adapted)
+        own = self.drafts.costs.known_s(rows) if flight.rows else self.passes.token_budget.seconds(steps, rows, adapted)
+        return own + (self.drafts.costs.guesses_s(*flight.guesses.shape) if flight.guessed else 0.0)

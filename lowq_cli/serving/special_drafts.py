@@ -40,7 +40,7 @@ def _draw(
     scores, most = special.scores(raw, list(texts), row, [list(c.tokens[1:]) for c in checked])
     logs = special.log_probs(raw, [t for t, count in zip(texts, n, strict=True) for _ in range(count)])
     ids = [t if i <= taken else NO_TOKEN for c, taken in zip(checked, most, strict=True) for i, t in enumerate(c.tokens)]
-    of_texts = [first, n, state_row, np.add(numbers, len(result) // 2)]
+    of_texts = [first, n, state_row, np.add(numbers, len(result) // 3)]
     firsts, counts, rows, outputs = upload(np.array(of_texts), r.device)
     drawn, accepted = torch.zeros_like(at), torch.zeros_like(rows)
     each, pos = torch.arange(len(at), dtype=torch.int32, device=r.device), r.pos.index_select(0, row) + after_newest.int()

@@ -8,6 +8,7 @@ import torch
 
 from lowq_cli.engine.batch import Batch, KeyValues, States
 
+GUESSED = -1  # in place of a token: the guess of a drafter on the device, which the host has not read
 Angles = Mapping[Any, Any]  # cos, sin of each kind of rotation, from `Plan.angles`
 
 
