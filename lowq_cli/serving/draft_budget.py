@@ -1,11 +1,22 @@
 """Choose how many drafts of which sequences a pass checks, and keep ended answers as a source of guesses for others."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
 
 PASS_GAIN = 1.05  # a pass with drafts must yield this many times the tokens per second of plain passes
 REMEMBERED = 1 << 16  # max. tokens of ended answers to keep for guesses; each takes about 200 bytes
 RUN = 8  # length, in tokens, of the runs by which ended answers are searched
+
+
+class Choice(NamedTuple):
+    """The drafts of a pass. rate: its tokens per second, 0.0 without drafts. counts: the number of drafts by sequence."""
+
+    rate: float
+    counts: dict[int, int]
 
 
 def choose(
@@ -15,75 +26,48 @@ def choose(
     seconds: Callable[[int], float],
     plain_s: float,
     latest: Mapping[int, float] | None = None,
-) -> dict[int, int]:
-    """Return the number of drafts by sequence of the pass with the most tokens per second; {} if plain passes are as good.
+    guess_s: float = 0.0,
+) -> Choice:
+    """Return the drafts of the pass with the most tokens per second; none if plain passes are as good.
 
     chances: by sequence number, the chance that each draft is right if all before it are. sequences: how many step, with
     at least one row each. sizes: possible numbers of rows of a pass, ascending. seconds: rows -> seconds of a pass. plain_s:
     seconds of a pass without drafts. latest: by sequence number, the max. seconds of a pass that brings this sequence one
-    token; with each further one that is expected it may take plain_s longer. None: no limit.
+    token; with each further one that is expected it may take plain_s longer. None: no limit. guess_s: seconds in which the
+    next draft of all sequences is guessed, if it is still to be.
     """
-    return _best(chances, sequences, sizes, seconds, plain_s, latest or {})[1]
-
-
-def rounds(
-    chances: Sequence[tuple[int, Sequence[float]]],
-    sequences: int,
-    sizes: Sequence[int],
-    seconds: Callable[[int], float],
-    plain_s: float,
-    guess_s: float,
-    latest: Mapping[int, float] | None = None,
-) -> int:
-    """Return how many tokens a drafter on the device should guess for each sequence; 0 where plain passes are as good.
-
-    guess_s: seconds of one guess for all sequences. The other arguments are those of `choose`.
-    """
-    most, best, count = max((len(each) for _, each in chances), default=0), 0.0, 0
-    for K in range(1, most + 1):
-        some = [(number, each[:K]) for number, each in chances]
-        slower = lambda rows, K=K: seconds(rows) + K * guess_s  # noqa: E731
-        rate, _ = _best(some, sequences, sizes, slower, plain_s, latest or {})
-        if rate > best:
-            best, count = rate, K
-    return count
-
-
-def _best(
-    chances: Iterable[tuple[int, Sequence[float]]],
-    sequences: int,
-    sizes: Sequence[int],
-    seconds: Callable[[int], float],
-    plain_s: float,
-    latest: Mapping[int, float],
-) -> tuple[float, dict[int, int]]:
-    """Return (tokens per second, drafts by sequence) of `choose`; (0, {}) where plain passes are as good."""
-    candidates = list[tuple[float, int]]()
-    for number, each in chances:
-        sure = 1.0
-        for chance in each:
-            sure *= chance
-            candidates.append((-sure, number))
-    candidates.sort(key=lambda one: one[0])  # likeliest first; a sequence's drafts stay in order
-    best, most, taken, tokens = PASS_GAIN * sequences / plain_s if plain_s else 0.0, 0, 0, float(sequences)
-    latest = dict(latest)
+    given = [(number, each) for number, each in chances if each]
+    if not given or not plain_s:
+        return Choice(0.0, {})
+    numbers, longest = [number for number, _ in given], max(len(each) for _, each in given)
+    sure = np.zeros((len(given), longest))
+    for i, (_, each) in enumerate(given):
+        sure[i, : len(each)] = each
+    sure = sure.cumprod(1).ravel()
+    order = np.argsort(-sure, kind="stable")[: np.count_nonzero(sure)]  # likeliest first; a sequence's drafts stay in order
+    right, of, most = sure[order].cumsum(), order // longest, len(order)
+    guessed = np.maximum.accumulate(order % longest + 1)
+    options = list[tuple[float, int, float]]()
     for rows in sizes:
-        if rows <= sequences:
-            continue
-        while taken < min(rows - sequences, len(candidates)):
-            right, number = candidates[taken]
-            tokens, taken = tokens - right, taken + 1
-            if number in latest:
-                latest[number] -= right * plain_s
-        spent = seconds(rows)
-        if tokens / spent > best and spent <= min(latest.values(), default=spent):
-            best, most = tokens / spent, taken
-        if taken == len(candidates):
+        n = min(rows - sequences, most)
+        if n > 0:
+            spent = seconds(rows) + guess_s * float(guessed[n - 1])
+            options.append((-(sequences + float(right[n - 1])) / spent, n, spent))
+        if n == most:
             break
-    counts: dict[int, int] = {}
-    for _, number in candidates[:most]:
-        counts[number] = counts.get(number, 0) + 1
-    return best if most else 0.0, counts
+    for rate, n, spent in sorted(options):
+        if -rate <= PASS_GAIN * sequences / plain_s:
+            break
+        won = plain_s * np.bincount(of[:n], sure[order[:n]], len(given))
+        if spent <= _last(latest or {}, dict(zip(numbers, won.tolist(), strict=True))):
+            counts = np.bincount(of[:n], minlength=len(given)).tolist()
+            return Choice(-rate, {number: count for number, count in zip(numbers, counts, strict=True) if count})
+    return Choice(0.0, {})
+
+
+def _last(latest: Mapping[int, float], won: Mapping[int, float]) -> float:
+    """Return the max. seconds of a pass. won: by sequence number, the seconds of plain passes that its drafts save."""
+    return min((seconds + won.get(number, 0.0) for number, seconds in latest.items()), default=math.inf)
 
 
 class Answers:

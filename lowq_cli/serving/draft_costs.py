@@ -24,17 +24,19 @@ class DraftCosts:
         passes: the model's passes with drafts. drafter: what guesses after passes, or None. plan: the model's plan.
     Attributes:
         adapted: whether the pass to come is one with LoRA adapters.
-        gap_s: seconds from the end of a pass until the host launches one with drafts; 0 on a CPU, where nothing overlaps.
+        gap_s: seconds from the end of a pass until the host launches one with drafts that needs its result; 0 on a CPU, where
+            nothing overlaps. late_s: the same of a pass that does not need it, and is launched before.
     """
 
     def __init__(self, passes: DraftPasses, drafter: PagedDrafter | None, plan: Plan) -> None:
         self.passes, self.budget = passes, passes.passes.token_budget
-        self.gap_s = self._first_gap_s = GAP_S if passes.device.type == "cuda" else 0.0
+        self.gap_s, self.late_s = GAP_S if passes.device.type == "cuda" else 0.0, 0.0
         self.adapted = False
         self.extra = 0.0  # seconds that recorded passes take beyond those measured at the start, with little in the cache
         self._refused = 0  # passes in a row, as AGAIN counts them
         self._slopes = deque([ROW] * 3, maxlen=SLOPES)
-        self._guesses = deque([0.0 if drafter is None else step_s(drafter.plan) / step_s(plan)] * 3, maxlen=SLOPES)
+        share = 0.0 if drafter is None else step_s(drafter.plan) / step_s(plan)
+        self._guesses, self._reads = (deque([share] * 3, maxlen=SLOPES) for _ in range(2))
 
     def plain_s(self, texts: int) -> float:
         """Return the seconds of a plain pass of so many sequences, 0.0 where none is known yet."""
@@ -45,9 +47,9 @@ class DraftCosts:
         """Return the seconds of one guess for each sequence, where a plain pass takes `plain_s` seconds."""
         return plain_s * statistics.median(self._guesses)
 
-    def guesses_s(self, texts: int, K: int) -> float:
-        """Return the seconds in which the drafter reads a pass and makes K guesses for each of `texts` sequences."""
-        return (K + 1) * self.guess_s(self.plain_s(texts))
+    def read_s(self, plain_s: float) -> float:
+        """Return the seconds in which the drafter reads a pass; 0.0 without one on the device."""
+        return plain_s * statistics.median(self._reads)
 
     def pass_s(self, rows: int, texts: int, plain_s: float) -> float:
         """Return the seconds of a pass with drafts of `rows` rows for `texts` sequences."""
@@ -64,15 +66,15 @@ class DraftCosts:
         """Record whether a pass that could have likely drafts has some."""
         self._refused = 0 if some else self._refused + 1
         if self._refused == AGAIN:
-            self.gap_s, self.extra, self._refused = min(self.gap_s, self._first_gap_s), 0.0, 0
+            self.gap_s, self.late_s, self.extra, self._refused = min(self.gap_s, GAP_S), 0.0, 0.0, 0
 
-    def go_ahead(self) -> None:
-        """Expect passes with drafts to be launched while the one before is still computed."""
-        self.gap_s = self._first_gap_s = 0.0
-
-    def launched(self, seconds: float) -> None:
-        """Record the seconds from the end of a pass to the launch of one with drafts, as the host saw them."""
-        self.gap_s += NEWEST * (seconds - self.gap_s)
+    def launched(self, seconds: float, ahead: bool) -> None:
+        """Record the seconds from the end of a pass to the launch of one with drafts, as the host saw them. ahead: whether it
+        was launched before the result of the other was read."""
+        if ahead:
+            self.late_s += NEWEST * (seconds - self.late_s)
+        else:
+            self.gap_s += NEWEST * (seconds - self.gap_s)
 
     def passed(self, texts: int, rows: int, seconds: float, adapted: bool) -> None:
         """Record the seconds of a pass with drafts."""
@@ -84,8 +86,10 @@ class DraftCosts:
         if plain and not self.passes.passes.sizes.padded:
             self._slopes.append(max(0.0, seconds / plain - 1) / (rows / texts - 1))
 
-    def guessed(self, texts: int, K: int, seconds: float) -> None:
-        """Record the seconds in which a drafter read a pass and made K guesses for each of `texts` sequences. To read takes
-        about as long as a guess."""
-        if plain := self.plain_s(texts):
-            self._guesses.append(seconds / ((K + 1) * plain))
+    def followed(self, texts: int, K: int, seconds: float) -> None:
+        """Record the seconds in which a drafter read a pass without prompts and made K guesses for each sequence."""
+        plain = self.plain_s(texts)
+        if plain and not K:
+            self._reads.append(seconds / plain)
+        elif plain:
+            self._guesses.append(max(0.0, seconds - self.read_s(plain)) / (K * plain))

@@ -18,7 +18,7 @@ from lowq_cli.engine.plan import Plan
 from lowq_cli.engine.sampling import drawable, not_finite
 from lowq_cli.serving.device_drafts import DeviceDrafts, Rows
 from lowq_cli.serving.device_drafts import why_not as drafter_why_not
-from lowq_cli.serving.draft_budget import Answers, choose, rounds
+from lowq_cli.serving.draft_budget import Answers, Choice, choose
 from lowq_cli.serving.draft_costs import DraftCosts
 from lowq_cli.serving.draft_passes import SAME, Checked, DraftPasses
 from lowq_cli.serving.draft_trials import Trials
@@ -124,7 +124,7 @@ class DraftRounds:
         self._once = False  # whether a drafter was given a long text in this turn
         self._waits: dict[int, float] = {}  # size -> mean seconds that sequences wait for a plain pass while drafts are off
         self._unguessed = 0  # passes since the last one for which the drafter ran
-        self._timed: Flight | None = None  # one whose guesses are not timed yet
+        self._timed: Flight | None = None  # one whose drafter is not timed yet
         self.on, self.follows, self.ahead, self.unpaid, self.needs_result = True, True, False, 0, False
         self.flying: dict[int, list[int]] = {}
         self.drafted = self.accepted = 0
@@ -147,8 +147,6 @@ class DraftRounds:
         cache = self.scheduler.cache
         self.ahead = cache.states is None and not any(g.window for g in cache.pages)
         self.scheduler.waits = not self.ahead
-        if self.ahead:
-            self.costs.go_ahead()
 
     def warm(self) -> None:
         """Compile and load the drafter's kernels, on a GPU whose passes are recorded. Else they are when they come the first
@@ -172,8 +170,10 @@ class DraftRounds:
         if self._trials is not None and (plan is None or not plan.steps):
             self._trials.interrupted()
         elif self._trials is not None and plan is not None:
-            counted = tokens - self._away_tokens
-            self._trials.passed(size, counted, len(plan.steps), time.perf_counter(), self._once, self._away_s)
+            counted, n = tokens - self._away_tokens, len(plan.steps)
+            # plain passes take this longer only so that there can be drafts later
+            away_s = self._away_s + (0.0 if self.on or not self.follows else self.costs.read_s(self.costs.plain_s(n)))
+            self._trials.passed(size, counted, n, time.perf_counter(), self._once, away_s)
         self._once, self._away_s, self._away_tokens = False, 0.0, 0
 
     def away(self, flight: Flight, seconds: float) -> None:
@@ -202,25 +202,35 @@ class DraftRounds:
         n = len(texts)
         if not likely or not (plain := self.costs.plain_s(n)):
             return {}
-        self._best = {t.number: self._guess(t, drafter) for t, drafter in likely}
-        chances = ((number, guess.chances) for number, guess in self._best.items())
         made = max((drafter.made for _, drafter in likely if isinstance(drafter, Guessed)), default=0)
-        apart = self.costs.gap_s + self.costs.guess_s(plain) * made
+        latest = self._latest(texts)
 
-        def seconds(rows: int) -> float:
-            return self.costs.pass_s(rows, n, plain) + apart
+        def choice(guesses: dict[int, Guess], gap_s: float) -> Choice:
+            apart = gap_s + self.costs.guess_s(plain) * made
+            seconds = lambda rows: self.costs.pass_s(rows, n, plain) + apart  # noqa: E731
+            chances = [(number, guess.chances) for number, guess in guesses.items()]
+            return choose(chances, n, self.passes.sizes, seconds, self._plain_s(n), latest)
 
-        chosen = choose(chances, n, self.passes.sizes, seconds, self._plain_s(n), self._latest(texts))
-        self.costs.chosen(bool(chosen))
-        self.needs_result = not self.ahead or any(self._needs_result(t) for t, _ in likely if t.number in chosen)
-        return chosen
+        flying = any(t.ahead for t in texts)
+        ahead = self.ahead and (flying or self.guesses is None)
+        self._best = {t.number: self._guess(t, drafter) for t, drafter in likely}
+        waiting = [(t, one) for t, one in likely if isinstance(one, Guessed) and self._needs_result(t)] if ahead else []
+        self.needs_result = not self.ahead
+        if not waiting:
+            chosen = choice(self._best, self.costs.late_s if ahead else self.costs.gap_s)
+        else:
+            first = {t.number: drafter.unread(0 if t.request.special else self._most(t)) for t, drafter in waiting}
+            at_once, later = choice(self._best | first, self.costs.late_s), choice(self._best, self.costs.gap_s)
+            self.needs_result = later.rate > at_once.rate
+            chosen, self._best = (later, self._best) if self.needs_result else (at_once, self._best | first)
+        self.costs.chosen(bool(chosen.counts))
+        return chosen.counts
 
     def _needs_result(self, text: Sequence) -> bool:
         """Return whether a sequence's guess can be checked only after the passes in flight are read: n-grams beside a drafter
         do not know its tokens in flight, and special requests are drawn with the tokens before them."""
-        if not text.ahead or not isinstance(text.drafter, Guessed):
-            return False
-        return text.request.special or self._best[text.number].tokens[0] != GUESSED
+        known = next(iter(self._best[text.number].tokens), GUESSED) != GUESSED
+        return text.ahead > 0 and (text.request.special or known)
 
     def _plain_s(self, n: int) -> float:
         """Return the seconds of a plain pass of n sequences, with the host's time where it was measured."""
@@ -236,11 +246,15 @@ class DraftRounds:
         most = (1 + BEHIND) * self._wait_s(len(texts))
         return None if self._trials is None else {t.number: t.lead_s + most for t in texts}
 
+    def _most(self, text: Sequence) -> int:
+        """Return how many drafts of a sequence the next pass may check."""
+        return max(0, min(MOST_DRAFTS, text.remaining - 1 - self.ahead))
+
     def _guess(self, text: Sequence, drafter: TextDrafter) -> Guess:
         """Return the guesses of a sequence after its tokens in flight. Where drafts in flight differ from our guesses, we
         assume that the first differing draft will be rejected and that the model will draw our guess there; if not, the later
         drafts are rejected, too."""
-        most = max(0, min(MOST_DRAFTS, text.remaining - 1 - self.ahead))
+        most = self._most(text)
         if not text.ahead or isinstance(drafter, Guessed):
             return drafter.guess(most)
         flying = self.flying.get(text.number, [])
@@ -264,8 +278,10 @@ class DraftRounds:
             for t in texts
             if isinstance(t.drafter, Guessed) and t.drafter.followed
         ]
-        seconds = lambda rows: self.costs.pass_s(rows, n, plain) + self.costs.gap_s  # noqa: E731
-        K = rounds(chances, n, self.passes.sizes, seconds, plain, self.costs.guess_s(plain), self._latest(texts))
+        apart = self.costs.late_s if self.ahead else self.costs.gap_s
+        seconds = lambda rows: self.costs.pass_s(rows, n, plain) + apart  # noqa: E731
+        chosen = choose(chances, n, self.passes.sizes, seconds, plain, self._latest(texts), self.costs.guess_s(plain))
+        K = max(chosen.counts.values(), default=0)
         self._unguessed = 0 if K else self._unguessed + 1
         self.costs.chosen(bool(K))
         if self._unguessed == AGAIN:  # try again: later tokens may be easier to guess than earlier ones
@@ -360,11 +376,12 @@ class DraftRounds:
                 text.drafter.made = 0
 
     def _guessing(self, texts: list[Sequence], flight: Flight, guesses: torch.Tensor | None) -> None:
-        flight.guess(texts, guesses)
-        for text in texts if guesses is not None else ():
+        fresh = self.guesses is not None and self.guesses.fresh
+        flight.guess(texts, guesses, fresh)
+        for text in flight.guessed:
             if isinstance(text.drafter, Guessed):
-                text.drafter.made = guesses.shape[1]
-        self._once |= self.guesses is not None and self.guesses.fresh
+                text.drafter.made = flight.K
+        self._once |= fresh
 
     def newest_tokens(self) -> torch.Tensor | None:
         """Return a copy of the rows' newest tokens if the drafter needs those from before the next pass, else None."""
@@ -402,10 +419,11 @@ class DraftRounds:
 
     def give(self, flight: Flight, newest: bool) -> None:
         """Hand the guesses that the drafter made after a pass to its sequences, if it is the `newest`. Guesses after earlier
-        passes are on the device only; they are timed here, too."""
-        if self._timed is not None:
-            self.costs.guessed(*self._timed.guesses.shape, self._timed.guess_s())
-        self._timed = flight if flight.guessed else None
+        passes are on the device only."""
+        if (before := self._timed) is not None:
+            self.costs.followed(len(before.drew), before.K, before.drafter_s())
+        short = bool(flight.rows) or flight.size[0] == flight.size[1]  # without prompt tokens
+        self._timed = flight if flight.followed and short and not flight.once else None
         if not flight.guessed or not newest:
             return
         if not isinstance(flight.after, float):

@@ -13,14 +13,15 @@ class Flight:
     """A pass in flight, created before its launch: the sequences that sample, their rows, its size for `TokenBudget.note`.
 
     Attributes:
-        since: the host's time before the launch.
+        since: the host's time before the launch. rows, own: only in a pass with drafts, the number of rows of each sequence,
+            and how many of its first drafts are those of the drafter on the device. followed: whether this drafter reads the
+            pass. K: how many tokens it guesses after it, for the sequences `guessed`.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.began, self.since = moment(device), time.perf_counter()
-        self.rows: list[int] = []  # number of rows of each sequence; only in a pass with drafts
-        self.own: list[int] = []  # how many of each sequence's first drafts are those of the drafter on the device
-        self.guessed: list[Sequence] = []
+        self.device, self.began, self.since = device, moment(device), time.perf_counter()
+        self.rows, self.own, self.guessed = list[int](), list[int](), list[Sequence]()
+        self.followed, self.once, self.K = False, False, 0
 
     def launched(
         self,
@@ -36,13 +37,15 @@ class Flight:
         self.ended = moment(token.device)
         return self
 
-    def guess(self, texts: list[Sequence], guesses: torch.Tensor | None) -> None:
-        """Record the drafter's guesses (n, K) for the next tokens of some sequences; None: the drafter did not run."""
+    def guess(self, texts: list[Sequence], guesses: torch.Tensor | None, once: bool) -> None:
+        """Record that the drafter has read the pass, and its guesses (n, K) of the next tokens of some sequences; None: it made
+        none. once: whether it did work that later passes do not repeat."""
         if guesses is not None:
-            self.guessed, self.guesses, self.after = texts, fetch(guesses), moment(guesses.device)
+            self.guessed, self.guesses, self.K = texts, fetch(guesses), guesses.shape[1]
+        self.followed, self.once, self.after = True, once, moment(self.device)
 
-    def guess_s(self) -> float:
-        """Return the seconds that the drafter took, with what it reads of the pass; call it once a later pass has ended."""
+    def drafter_s(self) -> float:
+        """Return the seconds that the drafter took to read the pass and to guess; call it once a later pass has ended."""
         return between(self.ended, self.after)
 
     def over(self) -> bool:

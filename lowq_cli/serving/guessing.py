@@ -73,6 +73,11 @@ class Guessed:
         best = self._found()[0]
         return Guess(best.tokens[:most], best.chances[:most])
 
+    def unread(self, most: int) -> Guess:
+        """Return up to `most` of the drafter's guesses, which the host has not read."""
+        n = min(most, self.made)
+        return Guess([GUESSED] * n, self.rates.chances[:n])
+
     @property
     def own(self) -> int:
         """How many of the first tokens of the guess are the drafter's."""
@@ -85,12 +90,15 @@ class Guessed:
 
     def _found(self) -> tuple[Guess, int]:
         if self._best is None:
-            repeated, n = self.ngram.guess(MOST_DRAFTS), self.made
-            self._best = repeated, 0
-            if n and expected(self.rates.chances[:n]) >= expected(repeated.chances[:n]):
-                more = self.ngram.after(self.given, MOST_DRAFTS - n) if self.given else Guess()
-                tokens = [*(self.given or [GUESSED] * n), *more.tokens]
-                self._best = Guess(tokens, [*self.rates.chances[:n], *more.chances]), n
+            n = self.made
+            right = expected(self.rates.chances[:n])
+            if right < n * self.ngram.chance or not n:  # n-grams cannot promise more than their first token's chance
+                repeated = self.ngram.guess(MOST_DRAFTS)
+                self._best = (repeated, 0) if right < expected(repeated.chances[:n]) or not n else None
+        if self._best is None:
+            more = self.ngram.after(self.given, MOST_DRAFTS - n) if self.given else Guess()
+            own = self.unread(n) if not self.given else Guess(self.given, self.rates.chances[:n])
+            self._best = Guess([*own.tokens, *more.tokens], [*own.chances, *more.chances]), n
         return self._best
 
 

@@ -83,7 +83,7 @@ class PassPipeline:
                     # where the server was idle, the pass in flight began later than the last one was read
                     begun = max([self._read_at, *(flight.since for flight in self.flights)])
                     under_way = sum(map(self._expected, self.flights))
-                    self.drafts.costs.launched(max(0.0, time.perf_counter() - begun - under_way))
+                    self.drafts.costs.launched(max(0.0, time.perf_counter() - begun - under_way), bool(self.flights))
                 self.flights.append(self.drafts.launch(plan, drafts, K, looks))
             else:
                 self.flights.append(self._plain(plan, K, looks))
@@ -161,4 +161,5 @@ class PassPipeline:
         if self.drafts is None:
             return self.passes.token_budget.seconds(steps, rows, adapted)
         own = self.drafts.costs.known_s(rows) if flight.rows else self.passes.token_budget.seconds(steps, rows, adapted)
-        return own + (self.drafts.costs.guesses_s(*flight.guesses.shape) if flight.guessed else 0.0)
+        plain = self.drafts.costs.plain_s(len(flight.drew)) if flight.followed else 0.0
+        return own + self.drafts.costs.read_s(plain) + flight.K * self.drafts.costs.guess_s(plain)

@@ -102,11 +102,13 @@ class Free(DraftCosts):
         vars(self).update(vars(costs))
         self.gap_s = 0.0
 
-    def launched(self, seconds):
+    def launched(self, seconds, ahead):
         pass
 
     def guess_s(self, plain_s):
         return 0.0
+
+    read_s = guess_s
 
     def pass_s(self, rows, texts, plain_s):
         return plain_s

@@ -33,7 +33,7 @@ from lowq_cli.engine.drafts.rates import BEFORE, Rates
 from lowq_cli.engine.model_record import tuned_by
 from lowq_cli.engine.plan import plan_of
 from lowq_cli.serving.device_drafts import NUMBERS, Rows, why_not
-from lowq_cli.serving.draft_budget import rounds
+from lowq_cli.serving.draft_budget import choose
 from lowq_cli.serving.draft_graphs import MOST, After, DraftGraphs
 from lowq_cli.serving.draft_rounds import SHORT
 from lowq_cli.serving.guessing import Guessed
@@ -593,6 +593,11 @@ def test_answers_in_half_precision_are_those_of_fp32_or_as_likely(kind, device, 
 def test_as_many_are_guessed_as_bring_the_most():
     sizes, flat = list(range(2, 65)), lambda rows: 1.0 + 0.01 * rows
     sure = [(1, [0.9] * 7)]
+
+    def rounds(chances, sequences, sizes, seconds, plain_s, guess_s):
+        counts = choose(chances, sequences, sizes, seconds, plain_s, guess_s=guess_s).counts
+        return max(counts.values(), default=0)
+
     assert rounds(sure, 1, sizes, flat, 1.0, 0.0) == 7
     assert 0 < rounds(sure, 1, sizes, flat, 1.0, 0.4) < 7
     assert rounds(sure, 1, sizes, flat, 1.0, 2.0) == 0

@@ -549,12 +549,13 @@ def test_the_pass_that_brings_the_most_is_chosen():
     sizes = [2, 4, 8, 16, 32]
     flat, steep = (lambda rows: 1.0 + 0.01 * rows), (lambda rows: float(rows))
     sure, doubtful = [0.95] * 15, [0.4] * 15
-    assert choose([(1, sure)], 1, sizes, flat, 1.01) == {1: 15}
-    assert choose([(1, sure)], 1, sizes, steep, 1.0) == {}
-    assert choose([(1, sure), (2, doubtful)], 2, [4, 8], flat, 1.02) == {1: 6}
-    assert choose([(1, sure), (2, sure)], 2, [4, 8], flat, 1.02) == {1: 3, 2: 3}
-    assert choose([(1, doubtful)], 8, sizes, flat, 1.08) == {}
-    assert choose([], 3, sizes, flat, 1.0) == {}
+    counts = lambda *args: choose(*args).counts  # noqa: E731
+    assert counts([(1, sure)], 1, sizes, flat, 1.01) == {1: 15}
+    assert counts([(1, sure)], 1, sizes, steep, 1.0) == {}
+    assert counts([(1, sure), (2, doubtful)], 2, [4, 8], flat, 1.02) == {1: 6}
+    assert counts([(1, sure), (2, sure)], 2, [4, 8], flat, 1.02) == {1: 3, 2: 3}
+    assert counts([(1, doubtful)], 8, sizes, flat, 1.08) == {}
+    assert counts([], 3, sizes, flat, 1.0) == {}
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -573,7 +574,7 @@ def test_no_other_numbers_of_drafts_bring_more_and_none_where_plain_passes_bring
         return (texts + right) / seconds(next(s for s in sizes if s >= rows)) if rows > texts else texts / plain_s
 
     best = max(rate(counts) for counts in product(*(range(len(each) + 1) for _, each in chances)))
-    chosen = choose(chances, texts, sizes, seconds, plain_s)
+    chosen = choose(chances, texts, sizes, seconds, plain_s).counts
     found = rate([chosen.get(i, 0) for i in range(3)])
     assert found == pytest.approx(best if chosen else texts / plain_s)
     assert bool(chosen) == (best > PASS_GAIN * texts / plain_s)
@@ -584,14 +585,14 @@ def test_a_pass_leaves_no_sequence_too_far_behind_plain_passes():
     sizes, seconds = [4, 8], {4: 1.5, 8: 1.9}.__getitem__
 
     def chosen(*latest):
-        return choose([(1, [0.95] * 6)], 2, sizes, seconds, 1.0, dict(enumerate(latest, 1)))
+        return choose([(1, [0.95] * 6)], 2, sizes, seconds, 1.0, dict(enumerate(latest, 1))).counts
 
     assert chosen(3.0, 3.0) == {1: 6}
     assert chosen(-1.0, 1.9) == {1: 6}  # six drafts are to bring 4.8 tokens
     assert chosen(3.0, 1.8) == {1: 2}
     assert chosen(3.0, 1.4) == {}
     assert chosen(-6.0, 3.0) == {}
-    assert choose([(1, [0.95] * 6)], 2, sizes, seconds, 1.0) == {1: 6}
+    assert choose([(1, [0.95] * 6)], 2, sizes, seconds, 1.0).counts == {1: 6}
 
 
 class Passes(Free):
@@ -654,7 +655,7 @@ def test_the_time_without_requests_is_no_delay_of_passes_with_drafts():
     [prompt], launched = prompts(30), []
     model = build("llama")
     c = knowing(Client(model, draft="ngram", running=1), {tuple(prompt): alone(model, prompt, 40)}, ahead=True)
-    c.engine.drafts.costs.launched = launched.append
+    c.engine.drafts.costs.launched = lambda seconds, ahead: launched.append(seconds)
     for _ in range(2):
         c.tokens(c.ask(prompt, 40))
         time.sleep(0.5)
@@ -675,13 +676,14 @@ def test_a_delay_of_passes_with_drafts_does_not_turn_them_off_for_ever():
     costs = costs_of({4: 1.7e-3})
     costs.passed(1, 4, 20e-3, False)
     assert costs.pass_s(4, 1, 1.3e-3) < 4e-3
-    costs.launched(5.0)
+    costs.launched(5.0, ahead=False)
+    costs.launched(5.0, ahead=True)
     costs.chosen(False)
     costs.chosen(True)
-    assert costs.gap_s > 0.4
+    assert costs.gap_s > 0.4 < costs.late_s
     for _ in range(draft_costs.AGAIN):
         costs.chosen(False)
-    assert costs.gap_s == draft_costs.GAP_S
+    assert (costs.gap_s, costs.late_s) == (draft_costs.GAP_S, 0.0)
     assert costs.pass_s(4, 1, 1.3e-3) == 1.7e-3
 
 

@@ -7,7 +7,11 @@ BEFORE, WEIGHT = 0.75, 4.0  # assumed share of right guesses before any was chec
 
 
 class Rates:
-    """Counts how often guesses were right, by their place in a round of guesses. before: initial chances."""
+    """Counts how often guesses were right, by their place in a round of guesses. before: initial chances.
+
+    Attributes:
+        chances: the chance of each guess to be right if those before it were.
+    """
 
     def __init__(self, before: Sequence[float]) -> None:
         self.begin(before)
@@ -15,13 +19,10 @@ class Rates:
     def begin(self, before: Sequence[float]) -> None:
         """Reset the counts to the chances `before`."""
         self.right, self.tried = [WEIGHT * chance for chance in before], [WEIGHT] * len(before)
-
-    @property
-    def chances(self) -> list[float]:
-        """The chance of each guess to be right if those before it were."""
-        return [r / t for r, t in zip(self.right, self.tried, strict=True)]
+        self.chances = list(before)
 
     def note(self, checked: int, accepted: int) -> None:
         """Record that `checked` guesses were checked, and that the first `accepted` were right."""
         for i in range(min(accepted + 1, checked)):
             self.right[i], self.tried[i] = FADE * self.right[i] + (i < accepted), FADE * self.tried[i] + 1
+            self.chances[i] = self.right[i] / self.tried[i]
