@@ -23,7 +23,7 @@ from lowq_cli.serving.draft_costs import DraftCosts
 from lowq_cli.serving.draft_passes import SAME, Checked, DraftPasses
 from lowq_cli.serving.draft_trials import Trials
 from lowq_cli.serving.flight import Flight
-from lowq_cli.serving.guessing import Guessed, TextDrafter
+from lowq_cli.serving.guessing import Guessed, TextDrafter, better
 from lowq_cli.serving.model_runner import ModelRunner
 from lowq_cli.serving.prompt_chunk import Piece
 from lowq_cli.serving.sampler import Special
@@ -202,35 +202,36 @@ class DraftRounds:
         n = len(texts)
         if not likely or not (plain := self.costs.plain_s(n)):
             return {}
-        made = max((drafter.made for _, drafter in likely if isinstance(drafter, Guessed)), default=0)
         latest = self._latest(texts)
 
         def choice(guesses: dict[int, Guess], gap_s: float) -> Choice:
-            apart = gap_s + self.costs.guess_s(plain) * made
-            seconds = lambda rows: self.costs.pass_s(rows, n, plain) + apart  # noqa: E731
+            seconds = lambda rows: self.costs.pass_s(rows, n, plain) + gap_s  # noqa: E731
             chances = [(number, guess.chances) for number, guess in guesses.items()]
             return choose(chances, n, self.passes.sizes, seconds, self._plain_s(n), latest)
 
-        flying = any(t.ahead for t in texts)
-        ahead = self.ahead and (flying or self.guesses is None)
         self._best = {t.number: self._guess(t, drafter) for t, drafter in likely}
-        waiting = [(t, one) for t, one in likely if isinstance(one, Guessed) and self._needs_result(t)] if ahead else []
         self.needs_result = not self.ahead
-        if not waiting:
+        ahead = self.ahead and (self.guesses is None or any(t.ahead for t in texts))
+        if not ahead or not (waiting := [t for t, _ in likely if self._needs_result(t)]):
             chosen = choice(self._best, self.costs.late_s if ahead else self.costs.gap_s)
         else:
-            first = {t.number: drafter.unread(0 if t.request.special else self._most(t)) for t, drafter in waiting}
-            at_once, later = choice(self._best | first, self.costs.late_s), choice(self._best, self.costs.gap_s)
-            self.needs_result = later.rate > at_once.rate
-            chosen, self._best = (later, self._best) if self.needs_result else (at_once, self._best | first)
+            at_once = self._best | {t.number: self._at_once(t) for t in waiting}
+            first, later = choice(at_once, self.costs.late_s), choice(self._best, self.costs.gap_s)
+            self.needs_result = later.rate > first.rate
+            chosen, self._best = (later, self._best) if self.needs_result else (first, at_once)
         self.costs.chosen(bool(chosen.counts))
         return chosen.counts
 
     def _needs_result(self, text: Sequence) -> bool:
-        """Return whether a sequence's guess can be checked only after the passes in flight are read: n-grams beside a drafter
-        do not know its tokens in flight, and special requests are drawn with the tokens before them."""
-        known = next(iter(self._best[text.number].tokens), GUESSED) != GUESSED
-        return text.ahead > 0 and (text.request.special or known)
+        """Return whether a sequence's guess can be checked only after the passes in flight are read: n-grams do not know what
+        follows tokens that the host has not read, and special requests are drawn with the tokens of their drafts."""
+        unread = GUESSED in self._best[text.number].tokens[:1]
+        return text.ahead > 0 and (text.request.special if unread else GUESSED in self.flying.get(text.number, []))
+
+    def _at_once(self, text: Sequence) -> Guess:
+        """Return a guess of a sequence that can be checked before the passes in flight are read."""
+        own = isinstance(text.drafter, Guessed) and not text.request.special
+        return text.drafter.unread(self._most(text)) if own else Guess()  # type: ignore[union-attr]
 
     def _plain_s(self, n: int) -> float:
         """Return the seconds of a plain pass of n sequences, with the host's time where it was measured."""
@@ -254,10 +255,11 @@ class DraftRounds:
         """Return the guesses of a sequence after its tokens in flight. Where drafts in flight differ from our guesses, we
         assume that the first differing draft will be rejected and that the model will draw our guess there; if not, the later
         drafts are rejected, too."""
-        most = self._most(text)
-        if not text.ahead or isinstance(drafter, Guessed):
+        most, flying = self._most(text), self.flying.get(text.number, [])
+        if not text.ahead or GUESSED in flying:
             return drafter.guess(most)
-        flying = self.flying.get(text.number, [])
+        if isinstance(drafter, Guessed):
+            return better(drafter.unread(most), self._guess(text, drafter.ngram))
         guess = drafter.guess(len(flying) + 1 + most)
         right = next((i for i, (a, b) in enumerate(zip(flying, guess.tokens, strict=False)) if a != b), len(flying))
         sure, chances = math.prod(guess.chances[: right + 1]), guess.chances[right + 1 :][:most]
@@ -311,7 +313,7 @@ class DraftRounds:
             tokens, slots = drafts.get(text.number, ([], []))
             target = null if text.request.special else text.row
             texts.append(Checked(text.row, target, [text.tokens[-1], *tokens], text.slot, slots))
-            flight.own.append(min(len(tokens), text.drafter.own) if isinstance(text.drafter, Guessed) else 0)
+            flight.own.append(min(len(tokens), self._best[text.number].own) if tokens else 0)
         self._forget(plan)
         adapted = self.runner.adapted(0, (t.state_row for t in texts))
         result, logits = self.passes.run(texts)

@@ -37,7 +37,7 @@ class Guessed:
     def __init__(self, shared: Rates, ngram: NGram) -> None:
         self.shared, self.rates, self.ngram, self.given = shared, Rates(shared.chances), ngram, list[int]()
         self.followed, self._made = True, 0
-        self._best: tuple[Guess, int] | None = None  # the guess, and how many of its tokens are the drafter's
+        self._best: Guess | None = None
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Do what `HostDrafter.begin` does."""
@@ -66,40 +66,39 @@ class Guessed:
     @property
     def chance(self) -> float:
         """The chance that the first token of the guess is right."""
-        return next(iter(self._found()[0].chances), 0.0)
+        return next(iter(self._found().chances), 0.0)
 
     def guess(self, most: int) -> Guess:
         """Do what `HostDrafter.guess` does."""
-        best = self._found()[0]
-        return Guess(best.tokens[:most], best.chances[:most])
+        best = self._found()
+        return Guess(best.tokens[:most], best.chances[:most], min(best.own, most))
 
     def unread(self, most: int) -> Guess:
         """Return up to `most` of the drafter's guesses, which the host has not read."""
         n = min(most, self.made)
-        return Guess([GUESSED] * n, self.rates.chances[:n])
-
-    @property
-    def own(self) -> int:
-        """How many of the first tokens of the guess are the drafter's."""
-        return self._found()[1]
+        return Guess([GUESSED] * n, self.rates.chances[:n], n)
 
     def checked(self, own: int, accepted: int) -> None:
         """Record that a guess was checked, whose first `own` tokens were the drafter's, and that `accepted` were right."""
         for rates in (self.shared, self.rates) if own else ():
             rates.note(own, min(accepted, own))
 
-    def _found(self) -> tuple[Guess, int]:
+    def _found(self) -> Guess:
         if self._best is None:
-            n = self.made
-            right = expected(self.rates.chances[:n])
-            if right < n * self.ngram.chance or not n:  # n-grams cannot promise more than their first token's chance
-                repeated = self.ngram.guess(MOST_DRAFTS)
-                self._best = (repeated, 0) if right < expected(repeated.chances[:n]) or not n else None
-        if self._best is None:
-            more = self.ngram.after(self.given, MOST_DRAFTS - n) if self.given else Guess()
-            own = self.unread(n) if not self.given else Guess(self.given, self.rates.chances[:n])
-            self._best = Guess([*own.tokens, *more.tokens], [*own.chances, *more.chances]), n
+            own = self.unread(self.made)
+            # n-grams cannot promise more than their first token's chance
+            if not own.own or expected(own.chances) < own.own * self.ngram.chance:
+                own = better(own, self.ngram.guess(MOST_DRAFTS))
+            if own.own and self.given:
+                more = self.ngram.after(self.given, MOST_DRAFTS - own.own)
+                own = Guess([*self.given, *more.tokens], [*own.chances, *more.chances], own.own)
+            self._best = own
         return self._best
+
+
+def better(own: Guess, repeated: Guess) -> Guess:
+    """Return the guess of which more tokens are expected to be right: a drafter's, or n-grams' with as many tokens."""
+    return own if own.own and expected(own.chances) >= expected(repeated.chances[: own.own]) else repeated
 
 
 def expected(chances: Sequence[float]) -> float:

@@ -539,7 +539,7 @@ def test_a_text_takes_the_guesses_that_promise_more_and_n_grams_go_on_behind_the
     assert result.chances[:2] == [0.8, 0.8]
     text.give([3, 4])
     assert list(text.guess(6).tokens) == [3, 4]
-    assert text.own == 2
+    assert text.guess(6).own == 2
     for _ in range(200):
         text.checked(2, 0)
     text.give([3, 4])
@@ -561,7 +561,7 @@ def test_guesses_that_are_not_read_yet():
         text.checked(2, 0)
     text.made = 2
     assert text.guess(3).tokens == [7, 8, 9]
-    assert text.own == 0
+    assert text.guess(3).own == 0
     text.made = 0
     assert text.guess(3).tokens == [7, 8, 9]
 

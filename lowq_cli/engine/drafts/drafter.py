@@ -14,10 +14,12 @@ Angles = Mapping[Any, Any]  # cos, sin of each kind of rotation, from `Plan.angl
 
 @dataclass(frozen=True)
 class Guess:
-    """Guessed next tokens. chances: the probability that each is right, given that all tokens before it are."""
+    """Guessed next tokens. chances: the probability that each is right, given that all tokens before it are. own: how many of
+    the first are those of a drafter on the device."""
 
     tokens: Sequence[int] = ()
     chances: Sequence[float] = ()
+    own: int = 0
 
 
 class HostDrafter(Protocol):
