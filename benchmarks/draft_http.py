@@ -51,6 +51,7 @@ from lowq_cli.engine.plan import plan_of
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 CACHE_TOKENS = 49_152  # of each server: 64 texts of 768 tokens
 REQUESTS = {1: 10, 16: 6, 64: 4}  # of each user, by users
+BEFORE = {1: 10, 16: 6, 64: 2}  # requests of each user that are not counted: lowq tries drafts after 128 passes without any
 VLLM_COUNTS = {
     "num_draft_tokens_total": "draft_tokens_total",
     "num_accepted_tokens_total": "draft_tokens_accepted_total",
@@ -178,7 +179,7 @@ def requests(left: Iterator[list[int]], count: int, seed: int, longest: int = NE
 
 
 async def measure(servers: list[Server], args: argparse.Namespace, prompts: dict[str, list[list[int]]], report: Any) -> None:
-    """Each load of each server in turn, after a shorter one with prompts of its own; all of it `--turns` times."""
+    """Each load of each server in turn, after one with prompts of its own; all of it `--turns` times."""
     found = await asyncio.gather(*(one.ready(args.patience) for one in servers), return_exceptions=True)
     for one, failed in zip(servers, found, strict=True):
         print(one.name, "ready after", one.ready_s, flush=True)
@@ -189,7 +190,7 @@ async def measure(servers: list[Server], args: argparse.Namespace, prompts: dict
         if one.name in left:
             try:
                 prompt, longest = left[one.name][load], NEW * (LONG if load.endswith("long") else 1)
-                await loop(one.port, users, requests(prompt, max(users, 2), 1))
+                await loop(one.port, users, requests(prompt, BEFORE[users] * users, 1))
                 before = drafted(one)
                 row = await loop(one.port, users, requests(prompt, REQUESTS[users] * users, 2, longest))
                 counts = {name: n - before[name] for name, n in drafted(one).items()}
