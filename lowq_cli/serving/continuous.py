@@ -162,6 +162,7 @@ class ContinuousEngine:
                     self.drafts = self.pipeline.drafts = self.passes.noted = None
                 if self.drafts is not None:
                     self.drafts.warm()
+                    self._unrecorded |= self.drafts.guesses is not None
         self.passes.token_budget.begin()
         # What exists now stays until `stop`: to look through it for garbage took 0.3 s of a pass of 64 sequences with n-grams,
         # whose tables of runs are many new objects (H200).
@@ -313,7 +314,8 @@ class ContinuousEngine:
         """While there is nothing to do, record and time the passes that the start has left."""
         while self._unrecorded and self._idle and not self._ending:
             self._pass()  # takes the rows of ended sequences out of use
-            more = self.passes.record_next() or (self.drafts is not None and self.drafts.passes.record_next())
+            drafts = self.drafts
+            more = self.passes.record_next() or (drafts is not None and (drafts.passes.record_next() or drafts.record_next()))
             self._unrecorded = more
             if not more:  # gives back what passes took that ran unrecorded
                 torch.cuda.empty_cache()

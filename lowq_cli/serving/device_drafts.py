@@ -10,7 +10,8 @@ affects one row of a block at most. Guesses never change which tokens are genera
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,23 +75,35 @@ class DeviceDrafts:
     def record(self, runner: ModelRunner, sizes: Sequence[int]) -> None:
         """Record from now on what comes after passes, with these numbers of rows. runner: the model's passes."""
         self.sizes = sorted({1, 2, *sizes})
-        self.graphs = {compute: DraftGraphs(runner, compute) for compute in (self.compute, self.compute_guesses)}
+        self.graphs = {compute: DraftGraphs(runner, compute) for compute in (self.write, self.guess)}
 
     def warm(self, hidden: Mapping[int, torch.Tensor], most: int) -> None:
-        """Launch once what comes after passes of each recorded number of rows, and after prompts, for no sequence: it compiles
-        and loads the kernels. hidden: hidden states of a pass of `sizes[-1]` rows. most: sequences at once."""
-        null, K = self.rows.null_row, self.drafter.most
-        before = None if self.shifted else self.rows.token
-        for M in self.sizes:
-            numbers = np.zeros((NUMBERS, M), np.int32)
-            numbers[0] = numbers[5] = null
-            states, result = {i: hidden[i][:M] for i in self.drafter.layers}, torch.zeros(3 * M, device=self.device).long()
-            self.compute(upload(numbers, self.device), After(states, result, None, M, min(M, most), K))
-            if most >= M:
-                self.compute(upload(numbers, self.device), After(states, None, before, M, M, K))
+        """Launch once, for no sequence, what comes after passes and prompts: it compiles and loads the kernels. The arguments
+        are those of `combinations`."""
+        for _ in self.combinations(hidden, most):
+            pass
+        null, before = self.rows.null_row, None if self.shifted else self.rows.token
         for n in PROMPTS:
             states = {i: h[:1].expand(n, -1) for i, h in hidden.items()}
-            self.passed([], [Rows(null, 0, null, n, 0, [0] * n, [0] * (n - 1))], states, before, K)
+            self.passed([], [Rows(null, 0, null, n, 0, [0] * n, [0] * (n - 1))], states, before, self.drafter.most)
+
+    def combinations(self, hidden: Mapping[int, torch.Tensor], most: int) -> Iterator[bool]:
+        """Compute, for no sequence, what comes after passes of each number of rows and sequences, and guess each number of
+        tokens: one of them before each True. hidden: hidden states of a pass of `sizes[-1]` rows. most: sequences at once."""
+        null, before = self.rows.null_row, None if self.shifted else self.rows.token
+        for N in self.sizes[: bisect_right(self.sizes, most)]:
+            made: Sequence[torch.Tensor] = ()
+            for M in self.sizes[self.sizes.index(N) : bisect_left(self.sizes, N * (1 + self.drafter.most)) + 1]:
+                numbers, drafted = np.zeros((NUMBERS, M), np.int32), M > N
+                numbers[0] = numbers[5] = null
+                result = torch.zeros(3 * M, dtype=torch.int64, device=self.device) if drafted else None
+                states = {i: hidden[i][:M] for i in self.drafter.layers}
+                found = self._run(self.write, numbers, After(states, result, None if drafted else before, M, N))
+                made = made or [t.clone() for t in found]
+                yield True
+            for K in range(1, self.drafter.most + 1):
+                self._run(self.guess, np.full((2, N), null, np.int32), After(dict(enumerate(made)), N=N, K=K))
+                yield True
 
     def checked(
         self, texts: Sequence[Rows], order: Sequence[int], hidden: Mapping[int, torch.Tensor], result: torch.Tensor, K: int
@@ -114,7 +127,7 @@ class DeviceDrafts:
         """
         if not pieces:
             return self._after(steps, range(len(steps)), hidden, None, before, K)
-        both, b = [*steps, *pieces], len(steps)
+        both, b, self.fresh = [*steps, *pieces], len(steps), False
         ends = np.cumsum([one.n for one in both]).tolist()
         texts = [one for one in both if one.row >= 0]
         lasts, rows = [end - 1 for one, end in zip(both, ends, strict=True) if one.row >= 0], [one.row for one in texts]
@@ -144,12 +157,8 @@ class DeviceDrafts:
         written = self.drafter.write(ids, {i: h.index_select(0, at) for i, h in hidden.items()}, batch, states)
         if not K or not texts:
             return None
-        n = len(texts)
-        last, row, table = padded(np.array([lasts, rows, [one.table for one in texts]]), self._size(n))
-        made = dict(enumerate(t.index_select(0, self._upload(last)) for t in written))
-        after = After(made, None, None, 0, len(row), K)
-        guesses = self._run(self.compute_guesses, np.stack((row, table)).astype(np.int32), after)
-        return None if guesses is None else guesses[:n]
+        last = self._upload(padded(np.array([lasts]), self._size(len(texts)))[0])
+        return self._guesses(texts, [t.index_select(0, last) for t in written], K)
 
     def _after(
         self,
@@ -163,7 +172,7 @@ class DeviceDrafts:
         """Do what `checked` does, or `passed` does of steps; on a GPU with few numbers of rows, each of them recorded."""
         counts, n = [one.n for one in texts], len(texts)
         M, N = self._size(sum(counts)), self._size(n)
-        after = After({i: hidden[i] for i in self.drafter.layers}, result, before, M, N, K)
+        after = After({i: hidden[i] for i in self.drafter.layers}, result, before, M, N)
         numbers = np.zeros((NUMBERS, M), np.int32)
         numbers[0] = self.rows.null_row
         end = sum(counts)
@@ -171,20 +180,28 @@ class DeviceDrafts:
         numbers[4:, :N] = padded(np.array([np.cumsum(counts) - counts, [one.row for one in texts], order]), N)
         # a pass with prompts that the drafter does not read may have thousands of rows, which a recording would keep
         short = max([M, *map(len, after.hidden.values())]) <= max(self.sizes, default=0)
-        guesses = self._run(self.compute, numbers, after, short)
-        return None if guesses is None else guesses[:n]
+        self.fresh = False
+        made = self._run(self.write, numbers, after, short)
+        return self._guesses(texts, made, K) if K else None
 
-    def _run(self, compute: Compute, numbers: np.ndarray, after: After, short: bool = True) -> torch.Tensor | None:
+    def _guesses(self, texts: Sequence[Rows], made: Sequence[torch.Tensor], K: int) -> torch.Tensor:
+        """Return K guesses (n, K) of each sequence. made: as `write` returns it, of as many sequences as `_size` says."""
+        n = len(texts)
+        numbers = padded(np.array([[one.row for one in texts], [one.table for one in texts]], np.int32), self._size(n))
+        return self._run(self.guess, numbers, After(dict(enumerate(made)), N=numbers.shape[1], K=K))[0][:n]
+
+    def _run(self, compute: Compute, numbers: np.ndarray, after: After, short: bool = True) -> Sequence[torch.Tensor]:
         """Compute this recorded, if it is `short` and recordings were asked for."""
         graphs = self.graphs.get(compute) if short else None
-        self.fresh = False
         if graphs is None:
             return compute(upload(numbers, self.device), after)
-        guesses, self.fresh = graphs.run(numbers, after), graphs.fresh
-        return guesses
+        made = graphs.run(numbers, after)
+        self.fresh |= graphs.fresh
+        return made
 
-    def compute(self, numbers: torch.Tensor, after: After) -> torch.Tensor | None:
-        """Compute `_after` from its numbers (NUMBERS, M) on the device; return guesses (N, K), None for K = 0."""
+    def write(self, numbers: torch.Tensor, after: After) -> Sequence[torch.Tensor]:
+        """Write the rows of a pass, given by numbers (NUMBERS, M) on the device. Returns what `PagedDrafter.write` returns, of
+        each sequence's last row with a right draft: (N, ...) each."""
         table, within, at, of = numbers[:4]
         first, row, order = numbers[4:, : after.N].long()
         last, at, next_pos = first, at.long(), self.rows.pos.index_select(0, row)
@@ -204,34 +221,22 @@ class DeviceDrafts:
         states, plan = self._at(table), self.drafter.plan
         batch = Batch(plan.ops, ids, len(ids), pos, self.angles, drafted=after.result is not None)
         written = self.drafter.write(ids, {i: h.index_select(0, at) for i, h in after.hidden.items()}, batch, states)
-        if not after.K:
-            return None
-        return self._guesses(row, table.index_select(0, last), [t.index_select(0, last) for t in written], after.K)
+        return [t.index_select(0, last) for t in written]
 
-    def compute_guesses(self, numbers: torch.Tensor, after: After) -> torch.Tensor:
-        """Return guesses (N, K) after rows that were written, from numbers (2, N): each sequence's row among the running ones,
-        and that of its block table. after.hidden: what `PagedDrafter.write` returned of its last row."""
+    def guess(self, numbers: torch.Tensor, after: After) -> Sequence[torch.Tensor]:
+        """Return guesses (N, K) after rows that were written, and write them into `BatchState.guesses`. numbers (2, N): each
+        sequence's row among the running ones, and that of its block table. after.hidden: what `write` returned."""
         row, table = numbers.long()
-        return self._guesses(row, table, list(after.hidden.values()), after.K)
+        newest, pos = self.rows.token.index_select(0, row), self.rows.pos.index_select(0, row) - 1
+        made = list(after.hidden.values())
+        guesses = self.drafter.go_on(LastRows(newest, made, pos, self._at(table), self.angles), after.K)
+        assert self.rows.guesses is not None
+        self.rows.guesses[:, : after.K].index_copy_(0, row, guesses)
+        return [guesses]
 
     def _size(self, n: int) -> int:
         """Return the number of rows, or of sequences, that are computed for n of them."""
         return next((size for size in self.sizes if size >= n), n)
-
-    def _guesses(
-        self,
-        row: torch.Tensor,
-        table: torch.Tensor,
-        made: Sequence[torch.Tensor],
-        K: int,
-    ) -> torch.Tensor:
-        """Return K guesses (n, K) of each sequence. row: its row among the running ones. table: the row of its block table.
-        made: what `PagedDrafter.write` returned of its last row."""
-        newest, pos = self.rows.token.index_select(0, row), self.rows.pos.index_select(0, row) - 1
-        guesses = self.drafter.go_on(LastRows(newest, made, pos, self._at(table), self.angles), K)
-        assert self.rows.guesses is not None
-        self.rows.guesses[:, :K].index_copy_(0, row, guesses)
-        return guesses
 
     def _rows(self, texts: Sequence[Rows]) -> torch.Tensor:
         return self._upload([one.row for one in texts])

@@ -4,7 +4,7 @@ An H200 served an 8B at 675 tokens/s alone and at 557 with an EAGLE-3 head that 
 the head's kernels after each pass (2026-11-29).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,16 +22,17 @@ MOST = 128  # max. recordings: each takes memory beside the cache, up to 5 MB wi
 class After:
     """What a drafter computes after a pass: tensors of the pass, and sizes. It is recorded for each combination of these.
 
-    hidden: the model's hidden states (P, H) that it reads. result: that of `DraftPasses.run`, None after a pass without drafts.
-    before (R,): the newest tokens before the pass, or None. M: rows. N: sequences. K: guesses of each.
+    hidden: the model's hidden states (P, H) that it reads, or its own (N, H) that it guesses from. result: that of
+    `DraftPasses.run`, None after a pass without drafts. before (R,): the newest tokens before the pass, or None. M: rows. N:
+    sequences. K: guesses of each.
     """
 
     hidden: Mapping[int, torch.Tensor]
-    result: torch.Tensor | None
-    before: torch.Tensor | None
-    M: int
-    N: int
-    K: int
+    result: torch.Tensor | None = None
+    before: torch.Tensor | None = None
+    M: int = 0
+    N: int = 0
+    K: int = 0
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -52,7 +53,7 @@ class After:
                 mine.copy_(given)
 
 
-Compute = Callable[[torch.Tensor, After], torch.Tensor | None]
+Compute = Callable[[torch.Tensor, After], Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -62,15 +63,14 @@ class Recorded:
     graph: Captured
     numbers: torch.Tensor
     after: After
-    guesses: torch.Tensor
+    made: list[torch.Tensor]
 
 
 class DraftGraphs:
     """The recordings of a drafter's work.
 
     Args:
-        runner: the model's passes, whose memory pool the recordings share. compute: (numbers, After) -> guesses (N, K), or None
-            for K = 0.
+        runner: the model's passes, whose memory pool the recordings share. compute: (numbers, After) -> tensors.
     Attributes:
         fresh: whether the last call of `run` did what later ones do not repeat: it loaded kernels, or recorded. reason: why
             there are no more recordings, or "".
@@ -82,9 +82,9 @@ class DraftGraphs:
         self._failed = False  # whether a recording has failed; one may: a thread's first product in cuBLAS cannot be recorded
         self._recorded: dict[tuple[int, ...], Recorded] = {}
 
-    def run(self, numbers: np.ndarray, after: After) -> torch.Tensor | None:
-        """Return the guesses (N, K), whose tensor the next call overwrites; None for K = 0. What comes the first time is
-        launched, which loads its kernels, and recorded the second time."""
+    def run(self, numbers: np.ndarray, after: After) -> Sequence[torch.Tensor]:
+        """Return what is computed, in tensors that the next call overwrites. What comes the first time is launched, which loads
+        its kernels, and recorded the second time."""
         key, device = after.sizes, self.runner.device
         known = self._recorded.get(key)
         self.fresh = known is None and not self.reason
@@ -96,18 +96,17 @@ class DraftGraphs:
         refill(known.numbers, numbers)
         known.after.fill(after)
         known.graph.replay()
-        return known.guesses if after.K else None
+        return known.made
 
     def _record(self, key: tuple[int, ...], numbers: np.ndarray, after: After) -> Recorded | None:
         def step() -> None:
-            found = self.compute(place, own)
-            if found is not None:
-                guesses.copy_(found)
+            for mine, found in zip(made, self.compute(place, own), strict=True):
+                mine.copy_(found)
 
         try:
             place, own = upload(numbers, self.runner.device), after.like()
             own.fill(after)
-            guesses = torch.zeros(after.N, after.K, dtype=torch.int64, device=self.runner.device)
+            made = [torch.empty_like(t) for t in self.compute(place, own)]
             graph = self.runner.capture(step, self.runner.pool)
         except RuntimeError as e:  # as for the model's passes, or memory is full: then it is launched kernel by kernel
             if device_lost(e):
@@ -115,7 +114,7 @@ class DraftGraphs:
             self.reason, self._failed = one_line(e) if self._failed else "", True
             log_error("what a drafter computes after a pass is not recorded", e)
             return None
-        self._recorded[key] = Recorded(graph, place, own, guesses)
+        self._recorded[key] = Recorded(graph, place, own, made)
         if len(self._recorded) == MOST:
             self.reason = f"there are {MOST}"
         return self._recorded[key]

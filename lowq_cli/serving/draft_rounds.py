@@ -2,6 +2,8 @@
 
 import math
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -31,7 +33,7 @@ from lowq_cli.serving.scheduler import Scheduler, StepPlan
 from lowq_cli.serving.sequence import Sequence
 from lowq_cli.serving.special_drafts import draw_special
 from lowq_kernels.decode.reference import MOST_DRAFTS
-from lowq_packers.errors import UnsupportedError
+from lowq_packers.errors import UnsupportedError, log_error
 
 SERVED = ("ngram", "none")  # and "auto"
 LIKELY = 0.3  # drafts less likely than this are not considered: for 64 sequences that would take the host as long as a pass
@@ -125,6 +127,7 @@ class DraftRounds:
         self._waits: dict[int, float] = {}  # size -> mean seconds that sequences wait for a plain pass while drafts are off
         self._unguessed = 0  # passes since the last one for which the drafter ran
         self._timed: Flight | None = None  # one whose drafter is not timed yet
+        self._left: Iterator[bool] | None = None  # of `DeviceDrafts.combinations`, those not recorded yet
         self.on, self.follows, self.ahead, self.unpaid, self.needs_result = True, True, False, 0, False
         self.flying: dict[int, list[int]] = {}
         self.drafted = self.accepted = 0
@@ -152,8 +155,23 @@ class DraftRounds:
         """Compile and load the drafter's kernels, on a GPU whose passes are recorded. Else they are when they come the first
         time: an H200 gave the first 8 answers of an 8B with an EAGLE-3 head at 213 tokens/s, and later ones at 961."""
         recorded = self.passes.captured.get((self.passes.sizes[-1], False))
-        if self.guesses is not None and recorded is not None and recorded[0].noted is not None:
-            self.guesses.warm(recorded[0].noted, self.runner.sizes.most)
+        if self.guesses is not None and recorded is not None and (hidden := recorded[0].noted) is not None:
+            most = self.runner.sizes.most
+            self._left = self.guesses.combinations(hidden, most)
+            self._unless_full(partial(self.guesses.warm, hidden, most))
+
+    def record_next(self) -> bool:
+        """Record one of the drafter's computations that are left; return False if there is none. No pass may be in flight."""
+        return self._left is not None and self._unless_full(partial(next, self._left, False))
+
+    def _unless_full(self, compute: Callable[[], bool | None]) -> bool:
+        """Return the result of `compute`; False where the device has no memory for it, which passes may do without."""
+        try:
+            return bool(compute())
+        except torch.OutOfMemoryError as e:
+            log_error("the drafter's kernels are not all loaded and recorded beforehand", e)
+            self._left = None
+            return False
 
     def begin_turn(self, size: int, adapted: bool) -> None:
         """Decide whether the next pass may have drafts. size: the rows of a plain pass. adapted: whether it has adapters."""

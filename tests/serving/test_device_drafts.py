@@ -296,7 +296,12 @@ def test_what_a_drafter_computes_after_passes_is_recorded(both, client):
         of.record(runner, [4, 8, 16, 32, 64])
         asked(c, *texts)
         with torch.inference_mode():
-            of.warm({i: torch.zeros(64, h.shape[1]) for i, h in c.engine.passes.noted.items()}, 5)
+            hidden = {i: torch.zeros(64, h.shape[1]) for i, h in c.engine.passes.noted.items()}
+            of.warm(hidden, 5)
+            recorded = len(runner.replays)
+            for _ in range(2):
+                assert all(of.combinations(hidden, 5))
+            assert len(runner.replays) >= recorded + 3 * both[1].most
     result, kept = asked(c, *texts)
     assert result == expected == [alone(model, *one) for one in texts]
     assert same(kept, guesses)
@@ -321,11 +326,11 @@ def test_what_cannot_be_recorded_is_launched(both, client):
     assert runner.capture.call_count <= 4  # the first product of a thread cannot be recorded, the next one can
 
 
-def graphs_of(runner, compute=lambda numbers, after: torch.zeros(after.N, after.K, dtype=torch.int64)):
+def graphs_of(runner, compute=lambda numbers, after: [torch.zeros(after.N, after.K, dtype=torch.int64)]):
     """Recordings, and a function that runs what comes after a pass of these sizes."""
     graphs = DraftGraphs(runner, compute)
     numbers = np.zeros((NUMBERS, 4), np.int32)
-    return graphs, lambda K, P=4: graphs.run(numbers, After({-1: torch.zeros(P, 8)}, None, None, 4, 2, K))
+    return graphs, lambda K, P=4: graphs.run(numbers, After({-1: torch.zeros(P, 8)}, M=4, N=2, K=K))[0]
 
 
 def test_without_memory_for_a_recording_it_is_launched():
@@ -373,7 +378,26 @@ def test_passes_of_more_rows_than_any_with_drafts_are_not_recorded(both, client)
         noted = {i: torch.zeros(P, pub.H) for i in (*both[1].layers, -1)}
         with torch.inference_mode():
             assert guesses.passed(rows, [], noted, None, 2).shape == (1, 2)
-    assert runner.replays == [1]
+    assert runner.replays == [1, 3]  # what reads 8 rows, and what guesses after any number of them
+
+
+@pytest.mark.parametrize("both", ["EAGLE-3"], indirect=True)
+def test_without_memory_to_load_kernels_beforehand_an_engine_goes_on(both, client):
+    c, full = client(running=2), torch.OutOfMemoryError("CUDA out of memory")
+    drafts, hidden = c.engine.drafts, {i: torch.zeros(256, pub.H) for i in (*both[1].layers, -1)}
+    drafts.passes.captured[drafts.passes.sizes[-1], False] = SimpleNamespace(noted=hidden), None
+    drafts.guesses.record(Recording(), [4, 8, 256])
+    with patch.object(drafts.guesses, "warm", side_effect=full):
+        drafts.warm()
+    assert not drafts.record_next()
+    with torch.inference_mode():
+        drafts.warm()
+        assert drafts.record_next()
+        with patch.object(drafts.guesses, "_run", side_effect=full):
+            assert not drafts.record_next()
+    assert not drafts.record_next()
+    drafts.passes.captured.clear()
+    assert c.tokens(c.ask(prompts(9)[0], 4))
 
 
 def refusing(c, waits):
