@@ -44,9 +44,7 @@ class Standby:
 
     def __init__(self, first: Callable[..., object] | None = None, *given: Any) -> None:
         self.pipe, theirs = processes.context.Pipe()
-        self.process = processes.context.Process(target=compute, args=(theirs, first, given), name="lowq-engine")
-        with processes.signals_held_back():
-            self.process.start()
+        self.process = processes.started(compute, (theirs, first, given), "lowq-engine")
         theirs.close()
 
     def stop(self) -> None:

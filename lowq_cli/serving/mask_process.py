@@ -97,9 +97,7 @@ class _Running:
         self._makes, makes = processes.context.Pipe()
         self._fills, fills = processes.context.Pipe()
         given = (makes, fills, file, definition, vocabulary, ends)
-        # signals for a terminal's processes are blocked in it, as in the engine's process, which it ends with
-        self.process = processes.context.Process(target=serve, args=given, name="lowq-masks", daemon=True)
-        self.process.start()
+        self.process = processes.started(serve, given, "lowq-masks")
         makes.close()
         fills.close()
         self._number, self.ended = 0, ""  # ended: why it answers no more

@@ -200,7 +200,8 @@ def stop(process):
         assert time.monotonic() < until
 
 
-HANGS = r"^the process that computes the masks of grammars gave no answer for 1 s and was ended; ask again$"
+# 1 s, and 0.04 s more for each row of a pass, which a draft brings
+HANGS = r"^the process that computes the masks of grammars gave no answer for [12] s and was ended; ask again$"
 
 
 @pytest.mark.parametrize(

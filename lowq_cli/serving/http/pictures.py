@@ -197,10 +197,7 @@ class _Process:
     def __init__(self, folder: str, images: Images, start_s: float, read_s: float) -> None:
         self.start_s, self.read_s = start_s, read_s
         self.pipe, theirs = processes.context.Pipe()
-        arguments = (theirs, folder, images)
-        self.process = processes.context.Process(target=_serve, args=arguments, name="lowq-pictures", daemon=True)
-        with processes.signals_held_back():
-            self.process.start()
+        self.process = processes.started(_serve, (theirs, folder, images), "lowq-pictures")
         theirs.close()
 
     def wait(self) -> None:
