@@ -5,6 +5,7 @@ still works, saves and loads.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,8 +22,12 @@ from lowq_packers.layouts import DISK, LAYOUTS, PackedWeight, repack, unpack
 def join(parent: nn.Module, names: tuple[str, ...]) -> nn.Module:
     """One module that computes the products of `names`, concatenated; those modules become views into it."""
     parts: list[Any] = [getattr(parent, name) for name in names]
-    if isinstance(parts[0], JoinedRows):  # already joined by an earlier decoder of this model
+    if _are_a_whole(parts):  # already joined by an earlier decoder of this model
         return parts[0].whole
+    for i, name in enumerate(names):  # of a layer that an earlier decoder joined, and of which some rows were replaced
+        if isinstance(parts[i], JoinedRows):
+            parts[i] = parts[i].part().prepare()
+            setattr(parent, name, parts[i])
     if all(type(p) is nn.Linear for p in parts) and len({(p.weight.dtype, p.bias is None) for p in parts}) == 1:
         return dense(_shared(parts, "weight"), None if parts[0].bias is None else _shared(parts, "bias"))
     if all(type(p) is QuantLinear for p in parts) and len({_kind(p) for p in parts}) == 1 and _whole_blocks(parts):
@@ -30,10 +35,18 @@ def join(parent: nn.Module, names: tuple[str, ...]) -> nn.Module:
         module.set_act(parts[0].act)
         at = 0
         for name, p in zip(names, parts, strict=True):
-            setattr(parent, name, JoinedRows(module, at, at + p.out_features))
+            setattr(parent, name, JoinedRows(module, at, at + p.out_features, p.bias is not None))
             at += p.out_features
         return module
     return SideBySide(parts)
+
+
+def _are_a_whole(parts: list[Any]) -> bool:
+    """Whether these are all rows of one joined layer, in their order."""
+    whole = vars(parts[0]).get("whole")
+    if whole is None or not all(isinstance(p, JoinedRows) and p.whole is whole for p in parts):
+        return False
+    return [p.begin for p in parts] + [whole.out_features] == [0] + [p.end for p in parts]
 
 
 def _whole_blocks(parts: list[QuantLinear]) -> bool:
@@ -84,18 +97,30 @@ def dense(weight: torch.Tensor, bias: torch.Tensor | None) -> Dense:
 
 def _join_packed(parts: list[QuantLinear]) -> QuantLinear:
     layout = _side_by_side(parts)
-    rows = [repack(p.packed, layout) for p in parts]
-    N, first = sum(p.N for p in rows), rows[0]
-    words, scales = torch.cat([p.words for p in rows]), torch.cat([p.scales for p in rows])
-    zeros = None if first.zeros is None else torch.cat([p.zeros for p in rows if p.zeros is not None])
+    packed = _one_below_another([repack(p.packed, layout) for p in parts])
     bias = None
     if any(p.bias is not None for p in parts):
         dtype = parts[0].dtype
-        nothing = partial(torch.zeros, dtype=dtype, device=words.device)
+        nothing = partial(torch.zeros, dtype=dtype, device=packed.words.device)
         bias = torch.cat([nothing(p.out_features) if p.bias is None else p.bias.data.to(dtype) for p in parts])
-    table = tables.joined([p.table for p in rows], [p.N for p in rows])
-    packed = PackedWeight(words, scales, zeros, first.scheme, N, first.K, layout, table=table)
     return QuantLinear.from_packed(packed, bias, parts[0].layout_wanted, parts[0].kernel, parts[0].dtype)
+
+
+def _one_below_another(rows: list[PackedWeight]) -> PackedWeight:
+    """Weights in one layout, which files may have, as one with all their rows."""
+    N, first = sum(p.N for p in rows), rows[0]
+    words, scales = torch.cat([p.words for p in rows]), torch.cat([p.scales for p in rows])
+    zeros = None if first.zeros is None else torch.cat([p.zeros for p in rows if p.zeros is not None])
+    table = tables.joined([p.table for p in rows], [p.N for p in rows])
+    return PackedWeight(words, scales, zeros, first.scheme, N, first.K, first.layout, table=table)
+
+
+def _some_rows(p: PackedWeight, begin: int, end: int) -> PackedWeight:
+    """Rows begin .. end of a weight in `DISK`, or of one of blocks; they are views."""
+    rows, step = slice(begin, end), p.scheme.block_rows
+    scales, zeros = p.scales[begin // step : -(-end // step)], None if p.zeros is None else p.zeros[rows]
+    table = tables.rows_of(p.table, p.N, begin, end)
+    return PackedWeight(p.words[rows], scales, zeros, p.scheme, end - begin, p.K, p.layout, table=table)
 
 
 def _side_by_side(parts: list[QuantLinear]) -> str:
@@ -115,10 +140,10 @@ class JoinedRows(nn.Module):
 
     whole: QuantLinear
 
-    def __init__(self, whole: QuantLinear, begin: int, end: int) -> None:
+    def __init__(self, whole: QuantLinear, begin: int, end: int, has_bias: bool) -> None:
         super().__init__()
         self.__dict__["whole"] = whole  # not a submodule: the first part must not own the others' weight
-        self.begin, self.end = begin, end
+        self.begin, self.end, self.has_bias = begin, end, has_bias
         self.in_features, self.out_features, self.scheme = whole.in_features, end - begin, whole.scheme
 
     @property
@@ -130,20 +155,47 @@ class JoinedRows(nn.Module):
         """x (..., K) -> (..., end - begin)."""
         return self.whole(x)[..., self.begin : self.end]
 
+    def part(self) -> QuantLinear:
+        """A layer of its own with these rows, as files hold them. They are copies."""
+        whole, stored = self.whole, self._stored()
+        facts = (self.scheme, self.has_bias, whole.dtype, "meta", whole.layout_wanted, whole.kernel)
+        part = QuantLinear(self.out_features, self.in_features, *facts)
+        p = _some_rows(stored, self.begin, self.end)
+        table = None if p.table is None else p.table[:1].clone()  # one table; the joined tensor repeats it
+        zeros = None if p.zeros is None else p.zeros.clone()
+        part._hold(replace(p, words=p.words.clone(), scales=p.scales.clone(), zeros=zeros, table=table))
+        if self.has_bias:
+            assert whole.bias is not None
+            part.bias = nn.Parameter(whole.bias.detach()[self.begin : self.end].clone(), requires_grad=False)
+        part.set_act(whole.act)
+        return part.train(self.training)
+
+    def _stored(self) -> PackedWeight:
+        """The joined weight as files hold it."""
+        return self.whole.packed if self.whole.in_blocks else repack(self.whole.packed, DISK)
+
     def _apply(self, fn, recurse: bool = True):  # type: ignore[no-untyped-def]
-        """Moves the joined layer with its first part: no module of the model owns it."""
-        if self.begin == 0:
+        """Moves the joined layer with its first part, or the first one that is left: no module of the model owns it."""
+        place, kind = self.whole.weight.device, self.whole.dtype
+        moved = fn(torch.empty(0, dtype=kind, device=place))
+        if self.begin == 0 or (moved.device, moved.dtype) != (place, kind):
             self.whole._apply(fn, recurse)
         return super()._apply(fn, recurse)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
-        p, rows = repack(self.whole.packed, DISK), slice(self.begin, self.end)
-        tensors = {"weight": p.words, "weight_scale": p.scales, "weight_zero": p.zeros, "bias": self.whole.bias}
-        for name, t in tensors.items():
-            if t is not None:
-                destination[prefix + name] = t[rows].detach()
-        if (table := tables.rows_of(p.table, p.N, self.begin, self.end)) is not None:
-            destination[prefix + "weight_table"] = table[:1].detach()  # one table; the joined tensor repeats it
+        self.part()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args):  # type: ignore[no-untyped-def]
+        part, whole, stored = self.part(), self.whole, self._stored()
+        part._load_from_state_dict(state_dict, prefix, *args)
+        above, below = _some_rows(stored, 0, self.begin), _some_rows(stored, self.end, stored.N)
+        whole._hold(_one_below_another([p for p in (above, part.packed, below) if p.N]))
+        if part.bias is not None:
+            assert whole.bias is not None
+            bias = whole.bias.detach().clone()
+            bias[self.begin : self.end] = part.bias.detach()
+            whole.bias = nn.Parameter(bias, requires_grad=False)
+        whole.prepare()
 
 
 class SideBySide(nn.Module):

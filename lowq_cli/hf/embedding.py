@@ -24,6 +24,8 @@ class QuantEmbedding(nn.Module):
     a few rows from it. It is saved in rowstream.
     """
 
+    heads: "tuple[TiedHead, ...]" = ()  # output layers that share its table
+
     def __init__(self, embedding: nn.Embedding, scheme: Scheme, dtype: torch.dtype, stored_in: str = DISK) -> None:
         super().__init__()
         V, K = embedding.weight.shape
@@ -76,6 +78,9 @@ class QuantEmbedding(nn.Module):
         if self.layout != DISK and not self.weight.is_meta:  # a state dict is in rowstream
             self.hold(repack(self.packed, DISK))
         super()._load_from_state_dict(state_dict, prefix, *args)
+        for head in () if self.weight.is_meta else self.heads:
+            head.share(self)
+            head.prepare()
 
     def extra_repr(self) -> str:
         """The text in print(model)."""
@@ -90,7 +95,7 @@ class TiedHead(QuantLinear):
 
     def share(self, embedding: QuantEmbedding) -> None:
         """Take the embedding's weight, and give it back in another layout if `prepare` changes that."""
-        self._table = (embedding,)  # in a tuple, as its tensors are not this module's
+        self._table, embedding.heads = (embedding,), (self,)  # in tuples, as their tensors are not this module's
         self._hold(embedding.packed)
 
     def prepare(self, dtype: torch.dtype | None = None) -> "TiedHead":
