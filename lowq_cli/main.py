@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import copy
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -47,8 +47,35 @@ ORDER = (
 COLUMNS = shutil.get_terminal_size().columns  # click's --help takes 50 or more, and folds no examples
 WIDTH = max(30, COLUMNS - 2) if COLUMNS < 80 else 108
 
+
+class _ThatFits:
+    """Help whose names take at most a third of a narrow terminal: click gives them 32 columns, and their texts 10 or more."""
+
+    def format_help(self, context: Any, formatter: Any) -> None:
+        if COLUMNS < 80:
+            formatter.write_dl = partial(formatter.write_dl, col_max=WIDTH // 3)
+        super().format_help(context, formatter)  # type: ignore[misc]
+
+
+class _Group(_ThatFits, typer.core.TyperGroup):
+    pass
+
+
+class _Command(_ThatFits, typer.core.TyperCommand):
+    pass
+
+
+def _folded(line: str) -> str:
+    """A line of examples in as many lines as the terminal needs, the later ones indented further."""
+    if len(line) + 2 <= WIDTH:  # click indents it by 2
+        return line
+    indent = len(line) - len(line.lstrip()) + 4
+    return textwrap.fill(line, WIDTH - 2, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+
+
 app = typer.Typer(
     name="lowq",
+    cls=_Group,
     no_args_is_help=True,
     rich_markup_mode=None,  # Rich's help takes 0.17 s more, which exceeds the limit of 0.2 s
     pretty_exceptions_enable=False,
@@ -56,7 +83,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
     | ({"terminal_width": WIDTH} if COLUMNS < 80 else {}),
     help="Quantize a Hugging Face model to 8/4/3/2/1 bits, tune kernels, run it.",
-    epilog="\b\nStart with:  lowq quantize demo  &&  lowq generate --prompt 'Once upon a time'",
+    epilog="\b\n" + _folded("Start with:  lowq quantize demo  &&  lowq generate --prompt 'Once upon a time'"),
 )
 
 
@@ -79,14 +106,6 @@ def _global(
         os.environ["LOWQ_DEBUG"] = "1"
 
 
-def _folded(line: str) -> str:
-    """A line of examples in as many lines as the terminal needs, the later ones indented further."""
-    if len(line) + 2 <= WIDTH:  # click indents it by 2
-        return line
-    indent = len(line) - len(line.lstrip()) + 4
-    return textwrap.fill(line, WIDTH - 2, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
-
-
 def _add_commands() -> None:
     modules = {m.name for m in pkgutil.iter_modules(commands.__path__)}
     for name in sorted(modules, key=lambda n: (ORDER.index(n) if n in ORDER else len(ORDER), n)):
@@ -95,7 +114,7 @@ def _add_commands() -> None:
         summary = re.split(r"[;:.]\s", function.__doc__, maxsplit=1)[0].rstrip(".")
         paragraphs = ("\n".join(map(_folded, p.splitlines())) for p in module.EXAMPLES.split("\n\n"))
         examples = "\n\n".join("\b\n" + paragraph for paragraph in paragraphs)  # \b keeps line breaks
-        app.command(name, short_help=summary, epilog=examples)(_with_quiet(_guarded(function)))
+        app.command(name, cls=_Command, short_help=summary, epilog=examples)(_with_quiet(_guarded(function)))
 
 
 _entered = False  # whether this run has reached its command: before that, Typer ends at Ctrl-C without a message

@@ -409,10 +409,22 @@ def test_a_working_folder_that_was_deleted_is_one_line(command, tmp_path):
     assert main.main(["quantize", "--help"]) == 0
 
 
-@pytest.mark.parametrize("columns", [52, 60])
-@pytest.mark.parametrize("command", ["run", "quantize", "chat", "serve", "export"])
-def test_help_fits_a_narrow_terminal(command, columns):
-    lines = run(command, "--help", COLUMNS=str(columns)).stdout.splitlines()
-    wide = [line for line in lines if len(line) > columns and " " in line.strip()]  # one word, such as a path, is not broken
-    assert len(lines) > 20
-    assert not wide
+EACH_HELP = """
+from lowq_cli import main
+for command in ((), *((name,) for name in main.ORDER)):
+    print("\\0", *command, sep="")
+    assert main.main([*command, "--help"]) == 0
+"""
+
+
+@pytest.mark.parametrize("columns", [40, 46, 52, 60, 79])
+def test_help_fits_a_narrow_terminal(columns):
+    """Of `lowq` and of each of its commands."""
+    line, env = [sys.executable, "-P", "-c", EACH_HELP], {**os.environ, "COLUMNS": str(columns)}
+    done = subprocess.run(line, capture_output=True, text=True, env=env, check=True)
+    pages = [page.partition("\n") for page in done.stdout.split("\0")[1:]]
+    assert [name for name, _, _ in pages] == ["", *main.ORDER]
+    assert [line for _, _, page in pages for line in page.splitlines() if len(line) > columns] == []
+    for name, _, page in pages:
+        assert f"Usage: lowq {name}".strip() in page
+        assert min(len(line.strip()) for line in page.splitlines() if "--help" in line) > 20, name  # its text is next to it
