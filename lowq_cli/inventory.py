@@ -4,7 +4,8 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lowq_cli import state
@@ -20,14 +21,16 @@ from lowq_packers.errors import NotFoundError, UsageError
 # Kind -> glob in the cache: checkpoints, then the folders of what quantizing generated and measured, one place each.
 CACHED = {"run": "runs/*", "import": "imports/*", "refined": "refined/*", "export": "exports/*/*"}
 CACHED |= {"own text": "own-text", "sensitivity": "sensitivity", "search": "bounds", "tokenizer": "tokenizers"}
+MODELS = ("run", "import", "refined")  # kinds of CACHED that are models
 UNFINISHED, EXPORT = "unfinished", "export"
 PARTIAL = re.compile(r"(.+)\.[0-9a-f]{12}\.partial")  # the name of an unfinished folder; the group is its final name
+MADE_OF = re.compile(r"(.+?)-[0-9a-f]{16}(?:-.*)?")  # the name of a model's folder in the cache; the group is its model's
 
 
 @dataclass(frozen=True)
 class Holding:
     """A folder or file that lowq wrote. kind: checkpoint, export, unfinished or, in the cache, one of CACHED. time: its last
-    change, in seconds since 1970. target: the final name of an unfinished folder.
+    change, in seconds since 1970. target: the final name of an unfinished folder. short: a name that `named` accepts.
     """
 
     path: Path
@@ -35,6 +38,7 @@ class Holding:
     nbytes: int
     time: float
     target: str = ""
+    short: str = ""
 
     @property
     def cached(self) -> bool:
@@ -48,20 +52,43 @@ class Holding:
         return path.with_name(self.target) if self.target else path
 
     @property
-    def short(self) -> str:
-        """A name that `named` accepts: in the cache the last part of its path, else the path relative to the working folder."""
-        here = self.path.relative_to(Path.cwd()) if self.path.is_relative_to(Path.cwd()) else self.path
-        return self.path.name if self.cached else str(here)
-
-    @property
     def age_s(self) -> float:
         """Seconds since it was written."""
         return max(0.0, time.time() - self.time)
 
 
 def holdings() -> list[Holding]:
-    """All holdings, the newest first."""
-    return sorted((*_remembered(), *_cached()), key=lambda h: -h.time)
+    """All holdings, the newest first, with different short names: paths relative to the working folder, and in the cache
+    `model_name` for the newest one, else the last part of the path."""
+    found = sorted((*_remembered(), *_cached()), key=lambda h: -h.time)
+    here = Path.cwd()
+    outside = {h.path: str(h.path.relative_to(here) if h.path.is_relative_to(here) else h.path) for h in found if not h.cached}
+    taken, result = {*outside.values(), *(h.path.name for h in found if h.cached)}, []
+    for h in found:
+        model = model_name(h.path)
+        name = outside.get(h.path) or (h.path.name if model in taken else model)
+        taken.add(name)
+        result.append(replace(h, short=name))
+    return result
+
+
+def model_name(folder: Path) -> str:
+    """What a user calls a model: its folder's name, in the cache without what tells versions apart. It is never "demo"."""
+    made_of = MADE_OF.fullmatch(folder.name)
+    if made_of is None or made_of[1] == "demo" or not state.is_cached(folder):
+        return folder.name
+    kind = folder.parent.name
+    return made_of[1] + "-refined" * (kind == "refined") if f"{kind}/*" in [CACHED[k] for k in MODELS] else folder.name
+
+
+def model_path(name: str) -> str:
+    """The folder of a model in the cache that `lowq ls` lists by this name; any other name as it is."""
+    if not name or "/" in name or name == "demo" or state.user_path(name).exists():
+        return name
+    with suppress(NotFoundError):
+        mine = [h for h in holdings() if h.kind in MODELS and name in (h.short, h.path.name) and (h.path / CONFIG).is_file()]
+        return str(mine[0].path) if mine else name
+    return name
 
 
 def _remembered() -> Iterator[Holding]:
@@ -114,6 +141,7 @@ def named(names: list[str], cached: bool) -> list[Holding]:
         if given.is_symlink():
             raise UsageError(f"{name} is a link to {path}; name that")
         mine = [h for h in every if path in (h.path.resolve(), h.will_be)]
+        mine = mine or [h for h in every if name.rstrip("/") == h.short]
         mine = mine or [h for h in every if name.rstrip("/") in (h.path.name, h.will_be.name)]
         if not mine:
             raise NotFoundError(f"{name} is not in the list of what lowq wrote (lowq ls); remove it yourself")

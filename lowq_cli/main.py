@@ -27,7 +27,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from lowq_cli import commands, console, hf, ranks
+from lowq_cli import commands, completion, console, hf, ranks
 from lowq_cli.commands import EXIT_INTERRUPTED
 from lowq_packers.errors import DamagedError, LowqError, NotFoundError, UsageError, disk_full
 
@@ -124,6 +124,7 @@ class _Stopped(Exception):
     """Ctrl-C, with the command's message about it: Typer would end the process without a message."""
 
 
+NAMES_MODELS = (completion.checkpoints, completion.models)  # how the parameters of commands that name a model are completed
 TEXTS = ("prompt", "words", "system", "args")  # the parameters of commands whose value may be an empty text
 
 
@@ -138,6 +139,20 @@ def _check_filled(function: Callable[..., None], given: dict[str, Any]) -> None:
             flag = names[0] if names else f"--{name.replace('_', '-')}"
             where = flag if isinstance(shown, typer.models.OptionInfo) else shown.metavar.strip("[].")
             raise UsageError(f"{where} is empty; give a value, or leave it out")
+
+
+def _with_paths(function: Callable[..., None], given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, with the folder in the cache where one is the name of a model there that `lowq ls` lists."""
+    found = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        markers = getattr(parameter.annotation, "__metadata__", ())
+        if function.__name__ == "rm" or not any(getattr(m, "autocompletion", None) in NAMES_MODELS for m in markers):
+            continue
+        if isinstance(value := given.get(name), str | list):
+            from lowq_cli.inventory import model_path
+
+            found[name] = [*map(model_path, value)] if isinstance(value, list) else model_path(value)
+    return {**given, **found}
 
 
 def _check_place() -> None:
@@ -158,7 +173,7 @@ def _guarded(function: Callable[..., None]) -> Callable[..., None]:
         try:
             _check_place()
             _check_filled(function, kwargs)
-            function(*args, **kwargs)
+            function(*args, **_with_paths(function, kwargs))
         except KeyboardInterrupt as e:
             raise _Stopped(*e.args) from None
         except BrokenPipeError:  # `lowq ... | head`: the reader has ended, which is not an error

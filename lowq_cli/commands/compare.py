@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowq_cli import console, drawing
+from lowq_cli import completion, console, drawing
 from lowq_cli.commands import AsJson, Device, JudgeText, JudgeTokens
 
 if TYPE_CHECKING:
@@ -18,7 +18,12 @@ EXAMPLES = """Examples:
 
 def compare(
     models: Annotated[
-        list[str], typer.Argument(metavar="MODEL", help="Two or more models; the others are compared with the first.")
+        list[str],
+        typer.Argument(
+            metavar="MODEL",
+            help="Two or more models; the others are compared with the first.",
+            autocompletion=completion.checkpoints,
+        ),
     ],
     text: JudgeText = None,
     max_tokens: JudgeTokens = None,

@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowq_cli import console
-from lowq_cli.commands import AsJson, Device, JudgeText, JudgeTokens, KvCache, Threads, checkpoint_argument
+from lowq_cli import completion, console
+from lowq_cli.commands import AsJson, Device, JudgeText, JudgeTokens, KvCache, Threads, checkpoint_argument, option
 
 if TYPE_CHECKING:
     from lowq_cli.evaluate.tasks import Score
@@ -24,7 +24,7 @@ BAR = "#"
 def eval(
     ckpt: Annotated[str | None, checkpoint_argument("Checkpoint, model folder or hub id.")] = None,
     text: JudgeText = None,
-    against: Annotated[str | None, typer.Option(help="Model to compare with, usually the original.")] = None,
+    against: Annotated[str | None, option("Model to compare with, usually the original.", completion.models)] = None,
     max_ppl_increase: Annotated[
         float | None, typer.Option(min=0, help="Exit 6 if perplexity is more than this many percent above --against.")
     ] = None,

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from lowq_cli import console
+from lowq_cli import completion, console
 from lowq_cli.commands import AsJson
 
 EXAMPLES = """Examples:
@@ -17,7 +17,12 @@ EXAMPLES = """Examples:
 
 def inspect(
     path: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="Model folder, hub id or demo. Default: the checkpoint written last.")
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="Model folder, hub id or demo. Default: the checkpoint written last.",
+            autocompletion=completion.checkpoints,
+        ),
     ] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="Print one line per tensor.")] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Read every weight; fail unless it is what lowq wrote.")] = False,

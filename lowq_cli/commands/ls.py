@@ -15,7 +15,9 @@ def ls(as_json: AsJson = False) -> None:
     holdings = inventory.holdings()
     total = sum(h.nbytes for h in holdings)
     if as_json:
-        rows = [{"path": str(h.path), "kind": h.kind, "bytes": h.nbytes, "age_s": round(h.age_s)} for h in holdings]
+        rows = [
+            {"name": h.short, "path": str(h.path), "kind": h.kind, "bytes": h.nbytes, "age_s": round(h.age_s)} for h in holdings
+        ]
         console.out_json({"holdings": rows, "bytes": total})
         return
     if not holdings:

@@ -21,7 +21,6 @@ folders of models, and a TOML file:
 """
 
 import json
-import os
 import re
 import tomllib
 from collections import Counter
@@ -212,21 +211,24 @@ def gather(config: Config, folders: Sequence[str] = (), first: Offer | None = No
     offers: dict[str, Offer] = {} if first is None else {first.name: first}
     named = {**offers, **config.models}
     aliases = {n for o in config.models.values() for n in o.others}
-    for path in [*_in_folders([*folders, *config.folders]), *_written()]:
+    for short, path in [*_in_folders([*folders, *config.folders]), *_written()]:
         if any(path == o.folder.absolute() for o in named.values()):
             continue
-        name = path.stem if path.suffix == ".gguf" else path.name
-        name = name if name not in named and name not in aliases else str(path)
+        name = next(n for n in (short, path.name, str(path)) if (n not in named and n not in aliases) or n == str(path))
         named.setdefault(name, Offer(name, str(path)))
     return named
 
 
-def _written() -> list[Path]:
-    """Return the folders that `lowq ls` lists, the newest first."""
-    return [h.path.absolute() for h in inventory.holdings() if h.kind in OFFERED and (h.path / CONFIG).is_file()]
+def _written() -> list[tuple[str, Path]]:
+    """Return names and folders of the models that `lowq ls` lists, the newest first."""
+    written = [h for h in inventory.holdings() if h.kind in OFFERED and (h.path / CONFIG).is_file()]
+    outside = {h.path.name for h in written if not h.cached}
+    names = [h.path.name if (name := inventory.model_name(h.path)) in outside else name for h in written]
+    return list(zip(names, (h.path.absolute() for h in written), strict=True))
 
 
-def _in_folders(folders: Sequence[str]) -> list[Path]:
+def _in_folders(folders: Sequence[str]) -> list[tuple[str, Path]]:
+    """Return names and paths of the models in these folders. Raises NotFoundError."""
     models: list[Path] = []
     for name in folders:
         folder = state.user_path(name)
@@ -238,7 +240,7 @@ def _in_folders(folders: Sequence[str]) -> list[Path]:
         inner = sorted(folder.iterdir())
         files = [p for p in inner if p.suffix == ".gguf" and p.is_file() and "mmproj" not in p.name]  # towers, found by models
         models += [p.absolute() for p in inner if (p / CONFIG).is_file() or p in files]
-    return models
+    return [(p.stem if p.suffix == ".gguf" else p.name, p) for p in models]
 
 
 def size(value: str | int, where: str) -> int:
@@ -262,5 +264,5 @@ def seconds(value: str | float, where: str) -> float:
 
 def given_name(model: str) -> str:
     """Return the name that clients use for a model given as a path or hub id: its folder's name, or its hub id."""
-    folder = state.user_path(model)
-    return os.path.basename(folder.resolve()) if folder.is_dir() else model
+    folder = state.user_path(model).absolute()
+    return inventory.model_name(folder if state.is_cached(folder) else folder.resolve()) if folder.is_dir() else model

@@ -1,5 +1,7 @@
 """lowq run, ls and rm: a model is quantized into the cache once, ls lists it, and rm removes nothing else."""
 
+import importlib
+import inspect
 import io
 import json
 import os
@@ -15,6 +17,7 @@ import pytest
 
 from lowq_cli import completion, inventory, main, state
 from lowq_cli.files import folder
+from lowq_cli.serving.catalog import Config, gather, given_name
 
 SHORT = ("--max-new-tokens", "4", "--device", "cpu", "--temperature", "0")
 
@@ -294,3 +297,88 @@ def test_what_another_process_writes_into_the_cache_is_not_removed(lowq, tmp_pat
         assert (cache / written / "file").exists()
     assert lowq("rm", "--cached", "--yes")[0] == 0
     assert inventory.holdings() == []
+
+
+# folder in the cache -> its name, where each is the newest of its name
+NAMED = {
+    "imports/mine-3e99a31c43c99cdb-0.1.0": "mine",
+    "imports/Qwen3-8B-GPTQ-0123456789abcdef-0.2.1.dev3": "Qwen3-8B-GPTQ",
+    "imports/sha-0123456789abcdef0-0123456789abcdef-0.1.0": "sha-0123456789abcdef0",
+    "imports/demo-0123456789abcdef-0.1.0": "demo-0123456789abcdef-0.1.0",  # `demo` is the bundled model
+    "runs/mine-lowq-4b-g64-2974-1cff70ec45aeda6e": "mine-lowq-4b-g64-2974",
+    "refined/mine-3e99a31c43c99cdb-0.1.0-0123456789abcdef": "mine-refined",
+    "imports/named-otherwise": "named-otherwise",
+}
+
+
+@pytest.fixture
+def cached(lowq, tmp_path):
+    for name in NAMED:
+        written(tmp_path / "cache" / "lowq" / name)
+    return tmp_path / "cache" / "lowq"
+
+
+def older(folder):
+    """What `written` makes, as of an hour ago."""
+    for path in (*written(folder).iterdir(), folder):
+        os.utime(path, (time.time() - 3600,) * 2)
+
+
+def test_models_in_the_cache_have_the_same_short_names_in_ls_rm_and_a_server(lowq, cached):
+    older(cached / "imports" / "mine-ffffffffffffffff-0.0.9")
+    names = {str(cached / path): name for path, name in NAMED.items()}
+    names[str(cached / "imports" / "mine-ffffffffffffffff-0.0.9")] = "mine-ffffffffffffffff-0.0.9"
+    rows = json.loads(lowq("ls", "--json")[1])["holdings"]
+    assert {row["path"]: row["name"] for row in rows} == names
+    assert {offer.path: name for name, offer in gather(Config()).items()} == names
+    for path, name in names.items():
+        code, _, err = lowq("rm", name)
+        assert (code, f"removing {path} (" in " ".join(err.split())) == (2, True), err
+    assert lowq("rm", "mine", "--yes")[0] == 0  # and the older one takes the name
+    assert json.loads(lowq("ls", "--json")[1])["holdings"][-1]["name"] == "mine"
+
+
+def test_a_checkpoint_outside_of_the_cache_keeps_its_name(lowq, cached, tmp_path):
+    older(tmp_path / "mine")
+    state.remember(tmp_path / "mine")
+    for here in (tmp_path, cached):
+        os.chdir(here)
+        rows = {row["path"]: row["name"] for row in json.loads(lowq("ls", "--json")[1])["holdings"]}
+        assert len(set(rows.values())) == len(rows) == len(NAMED) + 1
+        offers = gather(Config())
+        assert offers["mine"].path == str(tmp_path / "mine")
+        assert offers["mine-3e99a31c43c99cdb-0.1.0"].path == str(cached / "imports" / "mine-3e99a31c43c99cdb-0.1.0")
+        assert len(offers) == len(rows)
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    (tmp_path / "models" / "mine" / "config.json").write_text("{}")
+    folders = gather(Config(), [str(tmp_path / "models")])
+    assert folders["mine"].path == str(tmp_path / "models" / "mine")
+    assert len(folders) == len(rows) + 1
+
+
+def test_commands_take_the_short_name_of_a_model_in_the_cache(lowq, demo4, tmp_path):
+    """Where no folder has it."""
+    assert lowq("export", demo4, "--to", "gptq", "--out", tmp_path / "far" / "mine")[0] == 0
+    code, out, err = lowq("generate", tmp_path / "far" / "mine", "Once upon a time", *SHORT)
+    assert code == 0, err
+    (imported,) = (h for h in inventory.holdings() if h.kind == "import")
+    assert imported.short == "mine" == given_name(str(imported.path))
+    assert lowq("generate", "mine", "Once upon a time", *SHORT)[:2] == (0, out)
+    assert lowq("run", "mine", "Once upon a time", *SHORT)[:2] == (0, out)
+    assert lowq("generate", imported.path.name, "Once upon a time", *SHORT)[:2] == (0, out)
+    assert json.loads(lowq("inspect", "mine", "--json")[1])["path"] == str(imported.path)
+    assert lowq("compare", "mine", "min", "--device", "cpu")[0] == 3
+    shutil.copytree(demo4, tmp_path / "mine")  # a folder of that name comes first
+    assert json.loads(lowq("inspect", "mine", "--json")[1])["path"] == "mine"
+
+
+def test_every_command_that_takes_a_model_takes_such_a_name():
+    """Except of those that are given a name of `lowq ps`, and files of other tools."""
+    missing = set()
+    for command in main.ORDER:
+        function = getattr(importlib.import_module(f"lowq_cli.commands.{command}"), command)
+        for parameter in inspect.signature(function).parameters.values():
+            for marker in getattr(parameter.annotation, "__metadata__", ()):
+                if getattr(marker, "metavar", "") in ("CKPT", "MODEL") and marker.autocompletion not in main.NAMES_MODELS:
+                    missing.add(command)
+    assert missing == {"stop", "refine"}
