@@ -59,11 +59,12 @@ def ready(
 
 def build_kernels(notice: Callable[[str], None] = console.warn) -> None:
     """Compile the CPU kernels if necessary, with progress; print the reason if they cannot be used."""
-    from lowq_kernels.products.cpu import native
+    from lowq_kernels.products.cpu import building, native
 
     if why := native.why_built():
         damaged = "" if why == native.NONE else f" ({why})"
-        console.say(f"compiling lowq's CPU kernels, once on this machine{damaged}")
+        usual = f"it usually takes {building.USUAL_SECONDS[building.cores()]}, longer where other programs run"
+        console.say(f"compiling lowq's CPU kernels, once on this machine{damaged}; {usual}")
         with console.progress("compile", STEPS) as advance:
             native.built(lambda share: advance(round(STEPS * share), ""))
     if (refusal := native.why_not()) and refusal != native.SWITCHED_OFF:

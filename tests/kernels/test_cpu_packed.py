@@ -3,6 +3,7 @@
 import shlex
 import shutil
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpu_sets import ROWS, TOLERANCE, isa, pytestmark, rows
 from emulation import error, weight
+from lowq_cli.engine.open_model import build_kernels
 from lowq_kernels.activations import int8_rows
 from lowq_kernels.dispatch import registry
 from lowq_kernels.modules import joined
@@ -249,3 +251,45 @@ def test_waiting_for_the_compiler_is_reported(tmp_path, monkeypatch):
         native.forget()
         assert not native.why_built()  # it is there
     native.forget()
+
+
+# (cores, seconds of the first unit, of the whole build): as g++ 12 took them; those of NEON, without such a unit, are assumed
+BUILDS = [(2, 0.6, 18), (2, 0.88, 31.2), (2, 0.74, 29.5), (2, 1.04, 62.7), (1, 0.74, 59.7), (2, None, 24), (1, None, 50)]
+
+
+@pytest.mark.parametrize(("cores", "first", "whole"), BUILDS)
+def test_what_a_build_says_of_its_end_is_about_right_from_the_beginning(cores, first, whole, tmp_path, monkeypatch):
+    """And where it takes longer it says so, instead of half a second from then on."""
+    now, told = 0.0, []
+
+    def wait(started, tell):
+        nonlocal now
+        until = first or 0.03 if {*started} <= {"api.cpp", "bf16.cpp"} else whole
+        while now < until:
+            now += 0.1
+            tell()
+
+    monkeypatch.setattr(building, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(building, "_wait", wait)
+    monkeypatch.setattr(building, "_start", lambda cxx, name, flags, folder: name)
+    monkeypatch.setattr(building, "_version", lambda cxx: "of a test")
+    monkeypatch.setattr(building, "subprocess", SimpleNamespace(run=lambda *line, **how: None))
+    monkeypatch.setattr(building.os, "sched_getaffinity", lambda process: set(range(cores)), raising=False)
+    units = building.ARM if first is None else building.X86
+    building.build("c++", units, tmp_path, lambda share: told.append((now, share)))
+    shares = [share for _, share in told]
+    assert shares == sorted(shares)
+    ends = [spent / share for spent, share in told]
+    assert 0.4 * whole < ends[0] < 2.1 * whole
+    assert all(end - spent > spent / 10 for (spent, _), end in zip(told, ends, strict=True))
+    assert shares[-1] > 0.45
+
+
+@pytest.mark.parametrize("cores", [1, 2, 64])
+def test_a_build_is_announced_with_the_time_that_it_takes(cores, monkeypatch, capsys):
+    monkeypatch.setattr(building.os, "sched_getaffinity", lambda process: set(range(cores)), raising=False)
+    monkeypatch.setattr(native, "why_built", lambda: native.NONE)
+    monkeypatch.setattr(native, "built", lambda advance: None)
+    build_kernels()
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"once on this machine; it usually takes {'about a minute' if cores == 1 else '20 to 50 s'}, longer where" in said

@@ -29,12 +29,16 @@ X86 = {
 }
 ARM = {"api.cpp": (), "neon.cpp": ("-march=armv8.2-a+dotprod+fp16",)}
 UNITS = {"x86_64": X86, "amd64": X86, "aarch64": ARM, "arm64": ARM}
-BUILD_SECONDS = 900  # timeout of a build: its 32 s of processor time may have to wait for other processes
-SMALL = ("api.cpp", "bf16.cpp")  # compiled first, to estimate the rest: 0.6 s with g++ 12 on one core at 2.6 GHz
-TIMES_SMALL = 30  # the whole build on two cores takes this many times as long as SMALL: 18 s and 0.6 s there
-EXPECTED_SECONDS = 32.0  # the estimate where SMALL is not compiled: the processor time above
+BUILD_SECONDS = 900  # timeout of a build: its 52 to 60 s of processor time may have to wait for other processes
+# How long a build takes by the cores it has, as a message says it. Measured in seconds: 18 to 48 on two free cores, 30 to 33 of
+# them with g++ 12 at 2.6 GHz; there 60 on one core, and 63 on two that two other processes kept busy.
+USUAL_SECONDS = {1: "about a minute", 2: "20 to 50 s"}
+SAMPLE = "bf16.cpp"  # compiled first, to estimate the rest: 0.7 to 1.0 s there
+# Cores -> how many times as long as SAMPLE the whole build takes: 70 to 81 on one core, 30 to 41 on two, in the builds above.
+TIMES_SAMPLE = {1: 78, 2: 36}
+EXPECTED_SECONDS = 48.0  # the estimate where SAMPLE is not compiled, for NEON, which was not measured: the longest of the above
 TELL_SECONDS = 0.2  # interval of progress reports
-LEAST_LEFT = 0.5  # seconds that are still expected once the estimate has passed
+MOST_SHARE = 0.9  # max. share that is reported before the end: a build that outlasts its estimate goes on for seconds
 
 
 def units_here() -> Units | None:
@@ -46,6 +50,12 @@ def compiler() -> str | None:
     """The C++ compiler to use, or None."""
     names = (os.environ.get("CXX"), "c++", "g++", "clang++")
     return next((path for name in names if name and (path := shutil.which(name))), None)
+
+
+def cores() -> int:
+    """How many cores a build can use, 1 or 2: its two large units take most of the time."""
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(available, 2)
 
 
 @cache
@@ -87,20 +97,20 @@ def carry(folder: Path) -> bool:
 def build(cxx: str, units: Units, folder: Path, advance: Advance | None = None) -> Path:
     """Compile and link in `folder`; the library there.
 
-    advance: called with the finished share, 0 to 1, estimated from the time that the units SMALL take here.
+    advance: called with the finished share, 0 to 1, estimated from the time that SAMPLE takes here.
     Raises OSError or SubprocessError if it cannot be built.
     """
-    small = [name for name in units if name in SMALL]
-    began = time.monotonic()
-    _wait([_start(cxx, name, units[name], folder) for name in small], lambda: None)
-    expected = (time.monotonic() - began) * TIMES_SMALL if small else EXPECTED_SECONDS
+    first, began = SAMPLE in units, time.monotonic()
+    if first:
+        _wait([_start(cxx, SAMPLE, units[SAMPLE], folder)], lambda: None)
+    expected = (time.monotonic() - began) * TIMES_SAMPLE[cores()] if first else EXPECTED_SECONDS
 
     def tell() -> None:
         if advance:
             spent = time.monotonic() - began
-            advance(min(spent / max(expected, spent + LEAST_LEFT), 1.0))
+            advance(min(spent / expected, MOST_SHARE))
 
-    _wait([_start(cxx, name, flags, folder) for name, flags in units.items() if name not in small], tell)
+    _wait([_start(cxx, name, flags, folder) for name, flags in units.items() if name != SAMPLE], tell)
     path = folder / whole_name(cxx, units)
     link = [cxx, "-shared", *FLAGS, *(f"{folder}/{name}.o" for name in units), "-o", str(path)]
     subprocess.run(link, check=True, capture_output=True, text=True)

@@ -169,7 +169,7 @@ def forget() -> None:
 
 
 def library() -> ctypes.CDLL | None:
-    """The library, built on the first call (32 s of processor time), or None."""
+    """The library, built on the first call (60 s of processor time), or None."""
     return _found()[0]
 
 
