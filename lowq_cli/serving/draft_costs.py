@@ -33,7 +33,7 @@ class DraftCosts:
         self.gap_s, self.late_s = GAP_S if passes.device.type == "cuda" else 0.0, 0.0
         self.adapted = False
         self.extra = 0.0  # seconds that recorded passes take beyond those measured at the start, with little in the cache
-        self._refused = 0  # passes in a row, as AGAIN counts them
+        self._refused = self._unread = 0  # passes in a row, as AGAIN counts them; and such that did not wait for a result
         self._slopes = deque([ROW] * 3, maxlen=SLOPES)
         share = 0.0 if drafter is None else step_s(drafter.plan) / step_s(plan)
         self._guesses, self._reads = (deque([share] * 3, maxlen=SLOPES) for _ in range(2))
@@ -67,6 +67,12 @@ class DraftCosts:
         self._refused = 0 if some else self._refused + 1
         if self._refused == AGAIN:
             self.gap_s, self.late_s, self.extra, self._refused = min(self.gap_s, GAP_S), 0.0, 0.0, 0
+
+    def waited(self, some: bool) -> None:
+        """Record whether a pass waits for a result where it might have better drafts after it."""
+        self._unread = 0 if some else self._unread + 1
+        if self._unread == AGAIN:
+            self.gap_s, self._unread = min(self.gap_s, GAP_S), 0
 
     def launched(self, seconds: float, ahead: bool) -> None:
         """Record the seconds from the end of a pass to the launch of one with drafts, as the host saw them. ahead: whether it

@@ -485,14 +485,14 @@ def test_a_drafter_goes_on_reading_while_drafts_do_not_pay_for_a_few_passes(both
     turns = iter(range(10_000))
 
     def turn(*how):
-        off[0] = 10 <= next(turns) < 10 + SHORT
+        off[0] = 10 <= next(turns) < 10 + SHORT // 2
         begun(*how)
 
     c.engine.drafts.begin_turn = turn
     [answer], [kept] = asked(c, (prompt, 150))
     assert [answer] == [alone(model, prompt, 150)]
-    assert len(read) >= SHORT
-    assert max(n for n, _ in kept) > 40 + SHORT
+    assert len(read) >= SHORT // 2
+    assert max(n for n, _ in kept) > 40 + SHORT // 2
 
 
 @pytest.mark.parametrize("both", FEW[:3], indirect=True)
@@ -515,13 +515,14 @@ def test_after_a_long_delay_guesses_are_tried_again(both, client):
     model, drafter = both
     c = Client(model, draft=drafter, running=1)
     costs, [prompt] = c.engine.drafts.costs, prompts(9)
-    costs.gap_s, c.engine.drafts._trials = 10.0, None
+    costs.gap_s = costs.late_s = 10.0
+    c.engine.drafts._trials = None
     c.tokens(c.ask(prompt, 4))
     assert costs.gap_s == 10.0
     for seed in range(30):
         c.tokens(c.ask(prompts(9, seed=seed)[0], 12))
     c.engine.stop(0)
-    assert costs.gap_s < 1.0
+    assert costs.gap_s < 1.0 > costs.late_s
 
 
 def test_drawn_texts_and_all_that_requests_ask_for_besides(both, client):

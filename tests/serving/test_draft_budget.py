@@ -687,6 +687,18 @@ def test_a_delay_of_passes_with_drafts_does_not_turn_them_off_for_ever():
     assert costs.pass_s(4, 1, 1.3e-3) == 1.7e-3
 
 
+def test_a_delay_after_results_does_not_keep_passes_from_waiting_for_them_for_ever():
+    """Passes that are launched before the result of the last one do not show that it is over."""
+    costs = costs_of({4: 1.7e-3})
+    costs.launched(5.0, ahead=False)
+    for some in (*[False] * (draft_costs.AGAIN - 1), True, *[False] * (draft_costs.AGAIN - 1)):
+        costs.waited(some)
+        costs.chosen(True)
+        assert costs.gap_s > 0.4
+    costs.waited(False)
+    assert costs.gap_s == draft_costs.GAP_S
+
+
 def test_earlier_answers_are_remembered_and_the_oldest_forgotten():
     answers, rng = Answers(), np.random.default_rng(0)
     texts = [rng.integers(0, 1000, 4000).tolist() for _ in range(40)]
