@@ -203,7 +203,8 @@ def draft_serving() -> str:
 def draft_vllm() -> str:
     """Tokens per second over HTTP of lowq's and vLLM's servers, with drafts and without."""
     found = []
-    kinds = (("n-grams", "draft_http.json", "ngram"), ("EAGLE-3", "draft_http_eagle3.json", "eagle3"))
+    file = "draft_http_eagle3.json"
+    kinds = ("n-grams", "draft_http.json", "ngram"), ("EAGLE-3", file, "eagle3"), ("EAGLE-3, 4 bits", file, "eagle3-4bit")
     for device, (name, file, kind) in product(DEVICES, kinds):
         if not (RESULTS / device / file).is_file():
             continue

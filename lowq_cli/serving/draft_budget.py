@@ -40,10 +40,10 @@ def choose(
     if not given or not plain_s:
         return Choice(0.0, {})
     numbers, longest = [number for number, _ in given], max(len(each) for _, each in given)
-    sure = np.zeros((len(given), longest))
+    table = np.zeros((len(given), longest))
     for i, (_, each) in enumerate(given):
-        sure[i, : len(each)] = each
-    sure = sure.cumprod(1).ravel()
+        table[i, : len(each)] = each
+    sure = table.cumprod(1).ravel()
     order = np.argsort(-sure, kind="stable")[: np.count_nonzero(sure)]  # likeliest first; a sequence's drafts stay in order
     right, of, most = sure[order].cumsum(), order // longest, len(order)
     guessed = np.maximum.accumulate(order % longest + 1)
