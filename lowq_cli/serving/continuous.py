@@ -371,9 +371,7 @@ class ContinuousEngine:
 
     def _turn(self) -> None:
         """Launch one more pass, and read the results of the one before it."""
-        running = sum(t is not None for t in self.scheduler.running)
-        soon = min(len(self.scheduler.active) + len(self.scheduler.waiting), len(self.scheduler.running))
-        size, tokens = self.passes.sizes.bucket(max(1, running or soon)), self._new_tokens
+        size, tokens = self.passes.sizes.bucket(max(1, self.scheduler.stepping)), self._new_tokens
         if self.drafts is not None:
             self.drafts.begin_turn(size, self.scheduler.adapted)
         plan = self._pass()

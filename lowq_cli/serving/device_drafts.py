@@ -60,12 +60,13 @@ class DeviceDrafts:
             passes. state: keys and values of each of its layers, in the blocks of the first page group's tables, or the
             model's. slots: positions that these tables cover.
     Attributes:
-        sizes, graphs: numbers of rows that are recorded, ascending, and the recordings by what is computed; none at first
-            (`record`). fresh: whether the last call did what later ones do not repeat, as of `DraftGraphs.fresh`.
+        sizes, drafted, graphs: numbers of rows that are recorded, ascending, those of passes with drafts, and the recordings
+            by what is computed; none at first (`record`).
+        fresh: whether the last call did what later ones do not repeat, as of `DraftGraphs.fresh`.
     """
 
     def __init__(self, drafter: PagedDrafter, rows: BatchState, state: Sequence[KeyValues], slots: int) -> None:
-        self.sizes: list[int] = []
+        self.sizes, self.drafted = list[int](), list[int]()
         self.graphs, self.fresh = dict[Compute, DraftGraphs](), False
         self.drafter, self.rows, self.state, self.device = drafter, rows, list(state), rows.device
         self.shifted = bool(drafter.layers)  # heads pair a row with the token after it, draft models with the row's own token
@@ -73,8 +74,9 @@ class DeviceDrafts:
         rows.hold_guesses(drafter.most)
 
     def record(self, runner: ModelRunner, sizes: Sequence[int]) -> None:
-        """Record from now on what comes after passes, with these numbers of rows. runner: the model's passes."""
-        self.sizes = sorted({1, 2, *sizes})
+        """Record from now on what comes after passes. runner: the model's passes. sizes: possible numbers of rows of one with
+        drafts."""
+        self.sizes, self.drafted = sorted({1, 2, *sizes}), sorted(sizes)
         self.graphs = {compute: DraftGraphs(runner, compute) for compute in (self.write, self.guess)}
 
     def warm(self, hidden: Mapping[int, torch.Tensor], most: int) -> None:
@@ -93,8 +95,9 @@ class DeviceDrafts:
         null, before = self.rows.null_row, None if self.shifted else self.rows.token
         for N in self.sizes[: bisect_right(self.sizes, most)]:
             made: Sequence[torch.Tensor] = ()
-            for M in self.sizes[self.sizes.index(N) : bisect_left(self.sizes, N * (1 + self.drafter.most)) + 1]:
-                numbers, drafted = np.zeros((NUMBERS, M), np.int32), M > N
+            most_rows = self.sizes[min(bisect_left(self.sizes, N * (1 + self.drafter.most)), len(self.sizes) - 1)]
+            for M, drafted in [(N, False), *((M, True) for M in self.drafted if N <= M <= most_rows)]:
+                numbers = np.zeros((NUMBERS, M), np.int32)
                 numbers[0] = numbers[5] = null
                 result = torch.zeros(3 * M, dtype=torch.int64, device=self.device) if drafted else None
                 states = {i: hidden[i][:M] for i in self.drafter.layers}
@@ -171,7 +174,8 @@ class DeviceDrafts:
     ) -> torch.Tensor | None:
         """Do what `checked` does, or `passed` does of steps; on a GPU with few numbers of rows, each of them recorded."""
         counts, n = [one.n for one in texts], len(texts)
-        M, N = self._size(sum(counts)), self._size(n)
+        rows = sum(counts) if result is None or not self.sizes else len(result) // 3  # recorded for few numbers of rows
+        M, N = self._size(rows), self._size(n)
         after = After({i: hidden[i] for i in self.drafter.layers}, result, before, M, N)
         numbers = np.zeros((NUMBERS, M), np.int32)
         numbers[0] = self.rows.null_row

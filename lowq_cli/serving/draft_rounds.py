@@ -52,6 +52,11 @@ BEHIND = 2.0
 SHORT = 128
 
 
+# Passes in a row in which a drafter reads while nothing is guessed or checked, as it would not pay, after which drafts are
+# turned off. By the clock this takes 25 passes with one sequence, and 80 with 64, where reading takes 5% of a pass (H200).
+UNUSED = 16
+
+
 class DraftChoice(NamedTuple):
     """What an engine drafts by.
 
@@ -127,6 +132,7 @@ class DraftRounds:
         self._once = False  # whether a drafter was given a long text in this turn
         self._waits: dict[int, float] = {}  # size -> mean seconds that sequences wait for a plain pass while drafts are off
         self._unguessed = 0  # passes since the last one for which the drafter ran
+        self._used, self._unused = False, 0  # whether the last pass checks or guesses anything; passes in a row that do not
         self._timed: Flight | None = None  # one whose drafter is not timed yet
         self._left: Iterator[bool] | None = None  # of `DeviceDrafts.combinations`, those not recorded yet
         self.on, self.follows, self.ahead, self.unpaid, self.needs_result = True, True, False, 0, False
@@ -194,6 +200,10 @@ class DraftRounds:
             away_s = self._away_s + (0.0 if self.on or not self.follows else self.costs.read_s(self.costs.plain_s(n)))
             self._trials.passed(size, counted, n, time.perf_counter(), self._once, away_s)
         self._once, self._away_s, self._away_tokens = False, 0.0, 0
+        reads = self._trials is not None and self.guesses is not None and plan is not None and bool(plan.steps)
+        self._unused = self._unused + 1 if reads and self.on and not self._used else 0
+        if self._trials is not None and self._unused == UNUSED:
+            self._trials.give_up(size)
 
     def away(self, flight: Flight, seconds: float) -> None:
         """Record a pass with prompt tokens that was read."""
@@ -285,10 +295,10 @@ class DraftRounds:
         sure, chances = math.prod(guess.chances[: right + 1]), guess.chances[right + 1 :][:most]
         return Guess(guess.tokens[right + 1 :][:most], [chance * (1 if i else sure) for i, chance in enumerate(chances)])
 
-    def wanted(self) -> int:
+    def wanted(self, drafted: bool = False) -> int:
         """Return how many tokens the drafter is to guess for each running sequence after the pass being launched: the number
-        that makes the next passes yield the most tokens per second."""
-        s = self.scheduler
+        that makes the next passes yield the most tokens per second. drafted: whether that pass has drafts."""
+        s, self._used = self.scheduler, drafted
         if self.guesses is None or not self.on or s.admits:
             return 0
         texts = [t for t in s.running if t is not None]
@@ -304,7 +314,7 @@ class DraftRounds:
         seconds = lambda rows: self.costs.pass_s(rows, n, plain) + apart  # noqa: E731
         chosen = choose(chances, n, self.passes.sizes, seconds, plain, self._latest(texts), self.costs.guess_s(plain))
         K = max(chosen.counts.values(), default=0)
-        self._unguessed = 0 if K else self._unguessed + 1
+        self._unguessed, self._used = 0 if K else self._unguessed + 1, drafted or K > 0
         self.costs.chosen(bool(K))
         if self._unguessed == AGAIN:  # try again: later tokens may be easier to guess than earlier ones
             self._unguessed = 0

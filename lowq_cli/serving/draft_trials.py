@@ -47,6 +47,10 @@ class Trials:
             self._open_s = 0.0
         self._last = size, now
 
+    def give_up(self, size: int) -> None:
+        """Turn drafts off for a time with this size: there are none."""
+        self._of(size).give_up()
+
     def interrupted(self) -> None:
         """Record that the next pass does not follow the last one at once: nothing is asked."""
         self._last = None

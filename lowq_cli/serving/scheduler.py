@@ -75,6 +75,12 @@ class Scheduler:
         return [*self.reading, *(t for t in self.running if t is not None)]
 
     @property
+    def stepping(self) -> int:
+        """The number of running sequences; where none runs, of those that will once their prompts are prefilled."""
+        running = sum(t is not None for t in self.running)
+        return running or min(len(self.reading) + len(self.waiting), len(self.running))
+
+    @property
     def adapted(self) -> bool:
         """Whether a sequence that is prefilled or runs has a LoRA adapter."""
         return any(t.request.adapter for t in self.active)

@@ -35,7 +35,7 @@ from lowq_cli.engine.plan import plan_of
 from lowq_cli.serving.device_drafts import NUMBERS, Rows, why_not
 from lowq_cli.serving.draft_budget import choose
 from lowq_cli.serving.draft_graphs import MOST, After, DraftGraphs
-from lowq_cli.serving.draft_rounds import SHORT
+from lowq_cli.serving.draft_rounds import SHORT, UNUSED
 from lowq_cli.serving.guessing import Guessed
 
 STOPS = (2,)  # as the models' configs have it
@@ -117,7 +117,7 @@ def always(client, ahead=False):
     drafts._guessing = keep
     check_all(drafts)
     believed = Believed([BEFORE] * drafts.guesses.drafter.most)
-    drafts.wanted = lambda: drafts.guesses.drafter.most
+    drafts.wanted = lambda drafted: drafts.guesses.drafter.most
     drafts.drafter = lambda: Trusting(believed, NGram())
     return client
 
@@ -402,7 +402,7 @@ def test_without_memory_to_load_kernels_beforehand_an_engine_goes_on(both, clien
 
 def refusing(c, waits):
     """The client's engine with drafts that do not pay while `waits()`."""
-    none = {"passed": lambda *_: None, "interrupted": int, "plain_s": lambda n: 0.0}
+    none = {"passed": lambda *_: None, "interrupted": int, "plain_s": lambda n: 0.0, "give_up": lambda n: None}
     c.engine.drafts._trials = SimpleNamespace(allows=lambda n: not waits(), waits=lambda n: waits(), **none)
     c.engine.drafts.unpaid = SHORT if waits() else 0
     read, guesses = [], c.engine.drafts.guesses
@@ -523,6 +523,21 @@ def test_after_a_long_delay_guesses_are_tried_again(both, client):
         c.tokens(c.ask(prompts(9, seed=seed)[0], 12))
     c.engine.stop(0)
     assert costs.gap_s < 1.0 > costs.late_s
+
+
+@pytest.mark.parametrize("both", ["itself"], indirect=True)
+@pytest.mark.parametrize("pay", [False, True])
+def test_drafts_are_turned_off_where_a_drafter_reads_and_nothing_is_guessed(both, pay):
+    """Soon, and not only when its reading has cost as much as wrong guesses may."""
+    c, given_up = Client(both[0], draft=both[1], running=1), []
+    drafts, [prompt] = c.engine.drafts, prompts(9)
+    check_all(drafts)
+    drafts.costs.pass_s = lambda rows, texts, plain_s: plain_s * (1 if pay else 9)
+    none = {"passed": lambda *_: None, "interrupted": int, "plain_s": lambda n: 0.0, "waits": lambda n: False}
+    drafts._trials, drafts._latest = SimpleNamespace(allows=lambda n: True, give_up=given_up.append, **none), lambda texts: None
+    c.tokens(c.ask(prompt, 20 + 3 * UNUSED))
+    c.engine.stop(0)
+    assert len(given_up) == (0 if pay else 1)
 
 
 def test_drawn_texts_and_all_that_requests_ask_for_besides(both, client):

@@ -747,6 +747,15 @@ def test_drafts_that_do_not_pay_cost_two_percent_at_most(seconds, tokens, passes
     assert run(lambda i: (tokens, seconds), passes)[0] > 0.98
 
 
+def test_drafts_that_are_given_up_are_tried_again():
+    trials = Trials()
+    run(lambda i: (3.0, 0.8), 300, trials=trials)
+    assert trials.allows(16)
+    trials.give_up(16)
+    assert not trials.allows(16)
+    assert run(lambda i: (3.0, 0.8), 2000, trials=trials)[1] > 0.9
+
+
 def test_drafts_that_pay_are_used_and_come_back_when_they_do():
     speed, share = run(lambda i: (3.0, 0.8), 4000)
     assert share > 0.9

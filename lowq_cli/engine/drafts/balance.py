@@ -66,10 +66,14 @@ class Balance:
         if self._won >= room:
             self._failed, self._lost = 0, 0.0
         elif self._won < -room:
-            self._wait_s = self._lost / SHARE * 2 ** min(self._failed, DOUBLINGS)
-            self._failed += 1
-            self._won = self._lost = 0.0
-            self._change(False)
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Turn drafts off for a time: they do not pay, or there are none."""
+        self._wait_s = self._lost / SHARE * 2 ** min(self._failed, DOUBLINGS)
+        self._failed += 1
+        self._won = self._lost = 0.0
+        self._change(False)
 
     def _change(self, allowed: bool, wait: int = 0) -> None:
         self.allowed, self._steps, self._wait = allowed, 0, wait
