@@ -82,13 +82,17 @@ def answered(words: Sequence[str]) -> int | None:
         return None
     from lowq_cli.generation.running_server import answered_by_a_server
 
-    folder: str | None = asked.model
+    folder = asked.model
     if asked.command == "run":
         from lowq_cli import state
 
-        if os.path.exists(asked.text) or (folder := state.run_of(asked.model, None)) is None:
+        if os.path.exists(asked.text) or (made := state.run_of(asked.model, None)) is None:
             return None
-    assert folder is not None
+        folder = made
+    elif not ("/" in folder or folder == "demo" or os.path.exists(folder)):  # maybe a name of the cache
+        from lowq_cli.inventory import model_path  # takes 0.1 s
+
+        folder = model_path(folder)
     how = (asked.settings, asked.seed, COMMANDS[asked.command], asked.device, False, None)
     why, interrupted = answered_by_a_server(folder, asked.text, *how)
     return None if why else INTERRUPTED if interrupted else 0
