@@ -231,7 +231,9 @@ class DeviceDrafts:
         """Return guesses (N, K) after rows that were written, and write them into `BatchState.guesses`. numbers (2, N): each
         sequence's row among the running ones, and that of its block table. after.hidden: what `write` returned."""
         row, table = numbers.long()
-        newest, pos = self.rows.token.index_select(0, row), self.rows.pos.index_select(0, row) - 1
+        # passes move the null row's position on and on, past the end of its table
+        pos = torch.where(row == self.rows.null_row, 0, self.rows.pos.index_select(0, row) - 1)
+        newest = self.rows.token.index_select(0, row)
         made = list(after.hidden.values())
         guesses = self.drafter.go_on(LastRows(newest, made, pos, self._at(table), self.angles), after.K)
         assert self.rows.guesses is not None

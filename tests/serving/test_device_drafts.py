@@ -439,6 +439,24 @@ def test_guesses_that_the_host_has_not_read_are_checked_and_right_as_often(both,
     assert known(other).count(True) > 3
 
 
+@pytest.mark.parametrize("both", [*FEW, "DFlash", "P-EAGLE", f"{ASSISTANT}{next(iter(TARGETS))}"], indirect=True)
+def test_guesses_for_no_sequence_are_made_however_many_passes_there_were(both, client):
+    """Rows that only fill up a pass count a position that nobody resets; what is left to record is computed for no sequence."""
+    model, _ = both
+    texts = [(p, 12) for p in prompts(20, 70)]
+    c = client(running=2)
+    asked(c, *texts)
+    rows, guesses = c.engine.drafts.guesses.rows, c.engine.drafts.guesses
+    assert rows.pos[rows.null_row] > 0
+    guesses.sizes = [1, 2, 4, 8]
+    with torch.inference_mode():
+        rows.pos[rows.null_row] = 1 << 20
+        hidden = {i: torch.zeros(8, h.shape[1]).to(h) for i, h in c.engine.passes.noted.items()}
+        guesses.warm(hidden, 2)
+    guesses.sizes = []
+    assert asked(c, *texts)[0] == [alone(model, *one) for one in texts]
+
+
 @pytest.mark.parametrize("both", FEW[:3], indirect=True)
 def test_a_drafter_reads_nothing_while_drafts_do_not_pay(both, client):
     model, _ = both
