@@ -96,6 +96,10 @@ class PassPipeline:
             for group, table in enumerate(text.tables):  # only after the launch: a step of this pass may have run in that row
                 passes.rows.set_table(group, text.row, table.blocks)
             passes.rows.set_slot(text.row, text.slot)
+        finished = set(map(id, plan.finishing))
+        for text, row, _, _ in plan.pieces:
+            if id(text) in finished:  # a drafter guesses past the end of the prompt that is read there next, which may be shorter
+                passes.rows.clear(row)
         return launched
 
     def _plain(self, plan: StepPlan, K: int, looks: bool) -> Flight:

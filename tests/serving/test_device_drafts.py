@@ -439,6 +439,20 @@ def test_guesses_that_the_host_has_not_read_are_checked_and_right_as_often(both,
     assert known(other).count(True) > 3
 
 
+@pytest.mark.parametrize("both", [*FEW, "DFlash", "P-EAGLE"], indirect=True)
+def test_guesses_past_a_prompts_blocks_are_written_to_none_of_another_text(both, client):
+    """A prompt of few blocks is read in the row of one that had more, whose blocks are in the cache for its next request."""
+    c = client(running=2)
+    [first, second] = prompts(150, 61)
+    asked(c, (first, 1))
+    pool, state = c.engine.scheduler.cache.pages[0].pool, c.engine.drafts.guesses.state
+    known = sorted(pool.names)
+    before = [one.k[known].clone() for one in state]
+    assert len(known) == 2
+    asked(c, (second, 1))
+    assert all(torch.equal(one.k[known], k) for one, k in zip(state, before, strict=True))
+
+
 @pytest.mark.parametrize("both", [*FEW, "DFlash", "P-EAGLE", f"{ASSISTANT}{next(iter(TARGETS))}"], indirect=True)
 def test_guesses_for_no_sequence_are_made_however_many_passes_there_were(both, client):
     """Rows that only fill up a pass count a position that nobody resets; what is left to record is computed for no sequence."""
