@@ -1,5 +1,6 @@
 """Drafts in the engine: who guesses, how many guesses the next pass checks, and what became of them."""
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -449,19 +450,20 @@ class DraftRounds:
             before = self._waits.get(size, waited)
             self._waits[size] = before + NEWEST * (waited - before)
 
-    def give(self, flight: Flight, newest: bool) -> None:
-        """Hand the guesses that the drafter made after a pass to its sequences, if it is the `newest`. Guesses after earlier
-        passes are on the device only."""
+    def give(self, flight: Flight) -> None:
+        """Hand the guesses that the drafter made after a pass to those of its sequences that are in no later pass; the guesses
+        of the others after it are on the device only."""
         if (before := self._timed) is not None:
             self.costs.followed(len(before.drew), before.K, before.drafter_s())
         short = bool(flight.rows) or flight.size[0] == flight.size[1]  # without prompt tokens
         self._timed = flight if flight.followed and short and not flight.once else None
-        if not flight.guessed or not newest:
+        read = [not (text.done or text.ahead) for text in flight.guessed]
+        if not any(read):
             return
         if not isinstance(flight.after, float):
             flight.after.synchronize()
-        for text, guesses in zip(flight.guessed, flight.guesses.tolist(), strict=True):
-            if isinstance(text.drafter, Guessed) and not text.done:
+        for text, guesses in itertools.compress(zip(flight.guessed, flight.guesses.tolist(), strict=True), read):
+            if isinstance(text.drafter, Guessed):
                 text.feed()
                 text.drafter.give(guesses)
 

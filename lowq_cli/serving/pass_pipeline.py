@@ -157,7 +157,7 @@ class PassPipeline:
                         text.failed = not_finite(self.passes.plan.dtype)
                 yield [(text, [tokens[row]]) for text, row, _ in flight.drew], logs
             if self.drafts is not None:
-                self.drafts.give(flight, newest=not self.flights)
+                self.drafts.give(flight)
 
     def _expected(self, flight: Flight) -> float:
         """Return the seconds that a pass, and what a drafter does after it, are expected to take."""

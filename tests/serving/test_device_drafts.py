@@ -439,6 +439,26 @@ def test_guesses_that_the_host_has_not_read_are_checked_and_right_as_often(both,
     assert known(other).count(True) > 3
 
 
+@pytest.mark.parametrize("both", FEW, indirect=True)
+def test_a_text_that_is_drawn_on_the_host_has_its_guesses_read_before_they_are_checked(both, client):
+    """Also where the pass after its own was one of prompts alone: such a pass is launched before its own is read."""
+    model, _ = both
+    [first, second] = prompts(9, 70)
+    c = client(running=2)
+    checked, run, null = [], c.engine.drafts.passes.run, c.engine.passes.rows.null_row
+    c.engine.drafts.passes.run = lambda texts: checked.extend(t.tokens[1:] for t in texts if t.target == null) or run(texts)
+    c.engine._pauses = lambda high, waiting: True
+    early, later = c.ask(first, 60, stop=STOPS, logprobs=0), []
+    for i in range(6):
+        while len(c.heard.get(early, [])) < 4 * (i + 1) and not any(e.finish_reason for e in c.heard.get(early, [])):
+            c.hear()
+        later.append(([i + 3, *second], 2))
+        assert c.tokens(c.ask(*later[-1], stop=STOPS)) == [alone(model, *later[-1])]
+    assert c.tokens(early) == [alone(model, first, 60)]
+    assert checked
+    assert not [tokens for tokens in checked if GUESSED in tokens]
+
+
 @pytest.mark.parametrize("both", [*FEW, "DFlash", "P-EAGLE"], indirect=True)
 def test_guesses_past_a_prompts_blocks_are_written_to_none_of_another_text(both, client):
     """A prompt of few blocks is read in the row of one that had more, whose blocks are in the cache for its next request."""
