@@ -45,14 +45,10 @@ FEEDS = 2  # max. sequences per pass whose drafter is given a long text: 0.7 ms 
 # 9 to 28%. One user keeps the gain. An H200 gave 16 users 1.00 to 1.08 times the tokens per second at 0.96 to 1.13 of the p99,
 # which without drafts varies as much (benchmarks/notes/drafts.md).
 BEHIND = 2.0
-
-
 # Rows since the last pass that might have had drafts, of sizes for which these do not pay, that a drafter goes on reading: a
 # second user may come for a short answer, and a sequence whose rows it has missed gets no more guesses of it. To read a pass
 # takes 0.1 to 0.3 ms, a plain pass of an 8B 1.4 to 3.6 (H200): in passes of 64 sequences this is not worth it.
 SHORT = 128
-
-
 # Passes in a row in which a drafter reads while nothing is guessed or checked, as it would not pay, after which drafts are
 # turned off. By the clock this takes 25 passes with one sequence, and 80 with 64, where reading takes 5% of a pass (H200).
 UNUSED = 16
@@ -299,7 +295,7 @@ class DraftRounds:
     def wanted(self, drafted: bool = False) -> int:
         """Return how many tokens the drafter is to guess for each running sequence after the pass being launched: the number
         that makes the next passes yield the most tokens per second. drafted: whether that pass has drafts."""
-        s, self._used = self.scheduler, drafted
+        s, self._used = self.scheduler, drafted or self.scheduler.admits  # where prompts come, passes tell nothing of guesses
         if self.guesses is None or not self.on or s.admits:
             return 0
         texts = [t for t in s.running if t is not None]

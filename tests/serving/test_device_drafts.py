@@ -592,6 +592,20 @@ def test_drafts_are_turned_off_where_a_drafter_reads_and_nothing_is_guessed(both
     assert len(given_up) == (0 if pay else 1)
 
 
+@pytest.mark.parametrize("both", ["itself"], indirect=True)
+def test_passes_beside_prompts_do_not_turn_drafts_off(both):
+    """They take none, whatever these would bring."""
+    c, given_up = Client(both[0], draft=both[1], running=2), []
+    drafts, [prompt] = c.engine.drafts, prompts(9)
+    check_all(drafts)
+    none = {"passed": lambda *_: None, "interrupted": int, "plain_s": lambda n: 0.0, "waits": lambda n: False}
+    drafts._trials, drafts._latest = SimpleNamespace(allows=lambda n: True, give_up=given_up.append, **none), lambda texts: None
+    with patch.object(type(c.engine.scheduler), "admits", True):
+        c.tokens(c.ask(prompt, 3 * UNUSED))
+    c.engine.stop(0)
+    assert given_up == []
+
+
 def test_drawn_texts_and_all_that_requests_ask_for_besides(both, client):
     model, _ = both
     asked = [(p, 12) for p in prompts(40, 33, 20, 27, seed=6)]
