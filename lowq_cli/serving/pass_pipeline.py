@@ -98,9 +98,7 @@ class PassPipeline:
             passes.rows.set_slot(text.row, text.slot)
         finished = set(map(id, plan.finishing))
         for text, row, _, _ in plan.pieces:
-            if (
-                id(text) in finished
-            ):  # a drafter guesses past the end of the prompt that is read there next, which may be shorter
+            if id(text) in finished:  # a drafter guesses past the end of the prompt that is read there next
                 passes.rows.clear(row)
         return launched
 
