@@ -26,8 +26,8 @@ class Guessed:
     """One sequence's guesses: those of a drafter on the device, or n-grams where these promise more tokens. N-grams also
     continue after the drafter's last guess, and so use rows that it leaves free.
 
-    The drafter guesses after each pass on the device; the host reads its guesses only after the last pass in flight. Before,
-    GUESSED stands for each of them, and n-grams go on from the tokens that the host knows.
+    The drafter guesses after each pass on the device; the host reads its guesses only after the sequence's last pass in flight.
+    Before, GUESSED stands for each of them, and n-grams go on from the tokens that the host knows.
 
     Attributes:
         shared, rates: Rates of the drafter's guesses, for all sequences and for this one. followed: whether the drafter on the
