@@ -77,7 +77,7 @@ class PassPipeline:
         passes.copy(plan.copies)
         if launched := bool(plan.steps or plan.pieces):
             looks = self.device.type == "cpu" or not self.steps % LOOK
-            K = 0 if self.drafts is None else self.drafts.wanted(bool(drafts))
+            K = 0 if self.drafts is None else self.drafts.wanted()
             if self.drafts is not None and drafts:
                 if self.ahead:
                     # where the server was idle, the pass in flight began later than the last one was read
@@ -96,10 +96,10 @@ class PassPipeline:
             for group, table in enumerate(text.tables):  # only after the launch: a step of this pass may have run in that row
                 passes.rows.set_table(group, text.row, table.blocks)
             passes.rows.set_slot(text.row, text.slot)
+        # a drafter's guesses go past the end of the prompt that is read in such a row next, which may be shorter
         finished = set(map(id, plan.finishing))
-        for text, row, _, _ in plan.pieces:
-            if id(text) in finished:  # a drafter guesses past the end of the prompt that is read there next
-                passes.rows.clear(row)
+        for row in (row for text, row, _, _ in plan.pieces if id(text) in finished):
+            passes.rows.clear(row)
         return launched
 
     def _plain(self, plan: StepPlan, K: int, looks: bool) -> Flight:
