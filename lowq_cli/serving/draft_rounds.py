@@ -292,7 +292,7 @@ class DraftRounds:
         sure, chances = math.prod(guess.chances[: right + 1]), guess.chances[right + 1 :][:most]
         return Guess(guess.tokens[right + 1 :][:most], [chance * (1 if i else sure) for i, chance in enumerate(chances)])
 
-    def wanted(self, drafted: bool = False) -> int:
+    def wanted(self, drafted: bool) -> int:
         """Return how many tokens the drafter is to guess for each running sequence after the pass being launched: the number
         that makes the next passes yield the most tokens per second. drafted: whether that pass has drafts."""
         s, self._used = self.scheduler, drafted or self.scheduler.admits  # where prompts come, passes tell nothing of guesses

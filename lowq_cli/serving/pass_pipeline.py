@@ -77,7 +77,7 @@ class PassPipeline:
         passes.copy(plan.copies)
         if launched := bool(plan.steps or plan.pieces):
             looks = self.device.type == "cpu" or not self.steps % LOOK
-            K = 0 if self.drafts is None else self.drafts.wanted()
+            K = 0 if self.drafts is None else self.drafts.wanted(bool(drafts))
             if self.drafts is not None and drafts:
                 if self.ahead:
                     # where the server was idle, the pass in flight began later than the last one was read
