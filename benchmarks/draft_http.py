@@ -179,7 +179,7 @@ def requests(left: Iterator[list[int]], count: int, seed: int, longest: int = NE
 
 
 async def measure(servers: list[Server], args: argparse.Namespace, prompts: dict[str, list[list[int]]], report: Any) -> None:
-    """Each load of each server in turn, after one with prompts of its own; all of it `--turns` times."""
+    """Measure each load of each server in turn, `--turns` times, each after one that is not counted, with other prompts."""
     found = await asyncio.gather(*(one.ready(args.patience) for one in servers), return_exceptions=True)
     for one, failed in zip(servers, found, strict=True):
         print(one.name, "ready after", one.ready_s, flush=True)

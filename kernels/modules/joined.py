@@ -24,7 +24,7 @@ def join(parent: nn.Module, names: tuple[str, ...]) -> nn.Module:
     parts: list[Any] = [getattr(parent, name) for name in names]
     if _are_a_whole(parts):  # already joined by an earlier decoder of this model
         return parts[0].whole
-    for i, name in enumerate(names):  # of a layer that an earlier decoder joined, and of which some rows were replaced
+    for i, name in enumerate(names):  # an earlier decoder joined these layers, and one of them was replaced since
         if isinstance(parts[i], JoinedRows):
             parts[i] = parts[i].part().prepare()
             setattr(parent, name, parts[i])

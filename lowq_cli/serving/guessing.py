@@ -97,7 +97,7 @@ class Guessed:
 
 
 def better(own: Guess, repeated: Guess) -> Guess:
-    """Return the guess of which more tokens are expected to be right: a drafter's, or n-grams' with as many tokens."""
+    """Return the guess of which more tokens are expected to be right: a drafter's, or as many tokens of one by n-grams."""
     return own if own.own and expected(own.chances) >= expected(repeated.chances[: own.own]) else repeated
 
 

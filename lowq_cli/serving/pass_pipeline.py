@@ -161,9 +161,9 @@ class PassPipeline:
 
     def _expected(self, flight: Flight) -> float:
         """Return the seconds that a pass, and what a drafter does after it, are expected to take."""
-        steps, rows, adapted = flight.size
         if self.drafts is None:
-            return self.passes.token_budget.seconds(steps, rows, adapted)
-        own = self.drafts.costs.known_s(rows) if flight.rows else self.passes.token_budget.seconds(steps, rows, adapted)
-        plain = self.drafts.costs.plain_s(len(flight.drew)) if flight.followed else 0.0
-        return own + self.drafts.costs.read_s(plain) + flight.K * self.drafts.costs.guess_s(plain)
+            return self.passes.token_budget.seconds(*flight.size)
+        costs = self.drafts.costs
+        own = costs.known_s(flight.size[1]) if flight.rows else self.passes.token_budget.seconds(*flight.size)
+        plain = costs.plain_s(len(flight.drew)) if flight.followed else 0.0
+        return own + costs.read_s(plain) + flight.K * costs.guess_s(plain)
