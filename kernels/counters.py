@@ -43,7 +43,7 @@ def counters(n: int, device: torch.device) -> torch.Tensor:
             return _slice(n, device)
         if device not in _arenas:
             _arenas[device] = torch.zeros(ARENA, dtype=torch.int32, device=device), [0]
-            torch.cuda.synchronize(device)  # once: from now on other streams may use the arena
+            torch.cuda.current_stream(device).synchronize()  # once: from now on other streams may use the arena
         _shared[key] = shared = _slice(max(n, SHARED), device)
     return shared
 
@@ -57,7 +57,7 @@ def reserve(n: int, device: torch.device) -> None:
     """An arena of at least n counters, for callers that will capture many graphs. Graphs hold the one that they took from."""
     if device.type == "cuda" and (device not in _arenas or _arenas[device][0].numel() - _arenas[device][1][0] < n):
         _arenas[device] = torch.zeros(n, dtype=torch.int32, device=device), [0]
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _slice(n: int, device: torch.device) -> torch.Tensor:

@@ -1,10 +1,11 @@
-"""CUDA graphs: one is recorded at a time, and none is freed while one is recorded.
+"""CUDA graphs: one is recorded at a time; meanwhile none is freed, and no thread waits for a whole device.
 
 While any thread records, CUDA refuses to destroy a graph ("operation not permitted when stream is capturing"). A graph can be
 dropped at any moment: by a full cache, by a thread that unloads a model, or by the garbage collector, in whichever thread it
 runs. So a `Graph` that is dropped meanwhile is kept in a list until the recording has ended.
 
-Other threads may use the GPU while one records: only calls of the recording thread can spoil its recording.
+Other threads may use the GPU while one records, and wait for events and for streams that are not recorded. A wait for the whole
+device is refused in any thread then, and spoils the recording: `wait` waits for the end of the recording first.
 """
 
 import ctypes
@@ -21,7 +22,7 @@ import torch
 
 from lowq_kernels import counters
 
-_busy = Lock()  # held while a graph is recorded, and while graphs are freed
+_busy = Lock()  # held while a graph is recorded, while graphs are freed, and during a wait for a whole device
 _recording: set[int] = set()  # the thread that records
 _dropped: deque[Any] = deque()  # graphs that nothing uses any more
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
@@ -63,6 +64,15 @@ class Graph:
         return self._held[0].pool()
 
 
+def wait(device: torch.device) -> None:
+    """Wait for all work of a device, also of other threads; raises RuntimeError in a recording.
+
+    What only this thread launched needs a wait for its stream, which no recording delays.
+    """
+    with _alone():
+        torch.cuda.synchronize(device)
+
+
 def _end(graph: Any, stream: torch.cuda.Stream | None) -> None:
     """End a recording.
 
@@ -91,7 +101,7 @@ def _drop(held: list[Any]) -> None:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Wait until no other thread records or frees graphs, then keep graphs from being freed; no garbage is collected inside."""
+    """Hold `_busy`, once no other thread does: no graph is freed inside, and no garbage is collected."""
     if get_ident() in _recording:  # it would wait for itself
         raise RuntimeError("a CUDA graph is recorded by this thread already")
     try:

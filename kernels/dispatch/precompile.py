@@ -107,7 +107,7 @@ def _launch_once(work: Work) -> None:
         weight = random_weight(Shape(work.N, work.K, work.scheme, work.dtype), work.layout, device)
         x = torch.zeros(work.M, work.K, dtype=work.dtype, device=device)
         kernels()[work.kernel].launch(x, weight, None, dict(work.config))
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
     except Exception as e:  # of a compiler or a launch: the timing run gets it again and reports it
         if device_lost(e):
             raise  # that run would report a lost GPU, without the cause

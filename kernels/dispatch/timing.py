@@ -78,7 +78,7 @@ def graph_time(calls: Sequence[Thunk], replays: int = 12, replay_us: float = REP
     graph = captured(rounds) if rounds > 1 else once
     if rest:
         replays = min(replays, max(3, int(LOAD_US / (once_us * rounds)) - 1))
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
         time.sleep(rest)
     graph.replay()
     times = [between(graph.replay) for _ in range(replays)]

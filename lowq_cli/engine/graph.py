@@ -66,7 +66,7 @@ def capture(step: Callable[[], object], pool: Any = None) -> Captured:
             for _ in range(WARM_UP if pool is None else 0):
                 step()
         torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
         graph = Graph()
         with workspaces.released(), graph.recording(stream, pool):
             step()

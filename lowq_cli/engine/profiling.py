@@ -38,7 +38,7 @@ def profile_steps(
     decoder.start(prompts, sampling, 2 * STEPS + 2)
     for _ in range(STEPS):
         decoder.step()
-    wait = torch.cuda.synchronize if on_gpu else (lambda: None)
+    wait = torch.cuda.current_stream(decoder.device).synchronize if on_gpu else (lambda: None)
     wait()
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU], acc_events=True) as profiler:
         start = time.perf_counter()

@@ -26,6 +26,7 @@ from lowq_cli.serving.scheduler import MOST_PREFILLING
 from lowq_cli.serving.token_budget import TokenBudget
 from lowq_kernels.decode import kv
 from lowq_kernels.dispatch.precompile import launch_all
+from lowq_kernels.graphs import wait
 from lowq_packers.arch.parts import Pages, Recurrent
 from lowq_packers.errors import DoesNotFitError
 
@@ -233,7 +234,7 @@ def _trial(plan: Plan, kind: str, most: int, longest: int, fixed: bool) -> tuple
     """Return the bytes that passes take besides the cache, and the times of passes; also compiles the kernels of all passes."""
     trial = trial_runner(plan, kind, most, longest, fixed)
     launch_all(launches(trial), lambda n, of: None)
-    torch.cuda.synchronize()
+    wait(plan.device)  # for what those threads launched
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     for key in trial.sizes.timed:

@@ -354,7 +354,7 @@ class ModelRunner:
 
     def timed(self, launch: Callable[[], object], adapted: bool = False) -> float:
         """Return the seconds of the second of two launches; adapted: all rows, which belong to no sequence, have adapter 1."""
-        wait = partial(torch.cuda.synchronize, self.device) if self.device.type == "cuda" else lambda: None
+        wait = torch.cuda.current_stream(self.device).synchronize if self.device.type == "cuda" else lambda: None
         self.rows.adapter.fill_(int(adapted))
         for _ in range(2):
             wait()

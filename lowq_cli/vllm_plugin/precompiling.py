@@ -11,6 +11,7 @@ import torch
 from vllm.config import get_current_vllm_config
 
 from lowq_kernels.dispatch.precompile import launch_all
+from lowq_kernels.graphs import wait
 
 PROMPTS = (300, 600, 768, 1024, 1536, 2048, 3072, 4096, 6144)  # token counts of prefill steps that represent all others
 
@@ -26,4 +27,4 @@ def warm(key: object, launch: Callable[[int], object], device: torch.device) -> 
     captured, most = config.compilation_config.cudagraph_capture_sizes or [1], config.scheduler_config.max_num_batched_tokens
     rows = {*captured, most, *(n for n in PROMPTS if n < most)}
     launch_all([partial(launch, n) for n in sorted(rows)], lambda done, of: None)
-    torch.cuda.synchronize(device)
+    wait(device)

@@ -78,7 +78,7 @@ def log(monkeypatch):
 
 @pytest.mark.parametrize("pool", [None, (0, 1)])
 def test_a_recording_owns_its_scratch_memory(log, monkeypatch, pool):
-    stream_of_work = SimpleNamespace(wait_stream=lambda other: None)
+    stream_of_work = SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: None)
 
     class Graph:
         def capture_begin(self, **how):

@@ -1,30 +1,42 @@
-"""A CUDA graph is never freed while one is recorded: shown with a stand-in that notes whether a recording was under way."""
+"""While a CUDA graph is recorded, none is freed and no thread waits for the device: shown with a stand-in that notes both."""
 
 import gc
 import re
 import threading
+import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 from lowq_kernels import counters
-from lowq_kernels.graphs import Graph
+from lowq_kernels.graphs import Graph, wait
 
 ROOT = Path(__file__).parents[2]
 POOL = (0, 1)
+TIMES = 50
+SOON_S = 0.001  # what another thread begins now, it begins within this time
 
 
 class Device:
-    """The state of one device: recordings under way now and at most, and, for each freed graph, whether there was one."""
+    """The state of one device: recordings under way now and at most, for each freed graph whether there was one, and for each
+    wait how many there were at its begin and its end."""
 
     def __init__(self):
         self.recordings = self.most = 0
         self.freed = []
+        self.waits = []
 
     def graph(self):
         return Graph(StandIn(self))
+
+    def synchronize(self, device=None):
+        begun = self.recordings
+        time.sleep(SOON_S)
+        self.waits.append((begun, self.recordings))
 
 
 class StandIn:
@@ -33,7 +45,7 @@ class StandIn:
     def __init__(self, device):
         self.device = device
 
-    def capture_begin(self, pool, capture_error_mode):
+    def capture_begin(self, capture_error_mode, pool=POOL):
         assert pool == POOL
         self.device.recordings += 1
         self.device.most = max(self.device.most, self.device.recordings)
@@ -185,6 +197,63 @@ def test_two_threads_record_one_after_the_other_and_a_third_may_drop_graphs_mean
     assert device.freed == [False] * 52
 
 
+def record_and_wait(record, device):
+    """Two threads record TIMES times each; during each recording two others begin a wait for the device."""
+    begun = [threading.Semaphore(0) for _ in range(2)]
+
+    def during():
+        for one in begun:
+            one.release()
+        time.sleep(SOON_S)
+
+    def record_all():
+        for _ in range(TIMES):
+            record(during)
+
+    def wait_all(one):
+        for _ in range(2 * TIMES):
+            assert one.acquire(timeout=20)
+            wait(device)
+
+    with ThreadPoolExecutor(4) as threads:
+        for future in [*(threads.submit(record_all) for _ in range(2)), *(threads.submit(wait_all, one) for one in begun)]:
+            future.result()
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["", "recording fails"])
+@pytest.mark.parametrize("pool", [None, POOL], ids=["", "pool"])
+def test_a_wait_for_the_device_and_a_recording_exclude_each_other(fails, pool, monkeypatch):
+    """Also the wait with which a recording without a pool begins."""
+    device = Device()
+    monkeypatch.setattr(torch.cuda, "synchronize", device.synchronize)
+
+    def record(during):
+        with suppress(KeyError), device.graph().recording(None, pool):
+            during()
+            if fails:
+                raise KeyError
+
+    record_and_wait(record, torch.device("cuda"))
+    assert device.waits == [(0, 0)] * (4 * TIMES + (2 * TIMES if pool is None else 0))
+    assert device.most == 1
+    assert device.freed == [False] * 2 * TIMES
+
+
+def test_the_stand_in_shows_a_wait_during_a_recording():
+    device = Device()
+    with device.graph().recording(None, POOL):
+        in_thread(device.synchronize)
+    assert device.waits == [(1, 1)]
+
+
+def test_a_wait_for_the_device_inside_a_recording_is_an_error_that_leaves_the_recording_as_it_is():
+    device = Device()
+    with device.graph().recording(None, POOL):
+        with pytest.raises(RuntimeError, match="by this thread already"):
+            wait(torch.device("cuda"))
+        assert device.recordings == 1
+
+
 def test_a_recording_inside_a_recording_is_an_error():
     device = Device()
     with device.graph().recording(None, POOL):
@@ -200,6 +269,20 @@ def test_graphs_are_made_in_one_place():
     sources = [p for folder in ("packers", "kernels", "lowq_cli") for p in (ROOT / folder).rglob("*.py")]
     result = {p.name for p in sources if re.search(r"CUDAGraph\b|cuda\.graph\(|capture_begin", p.read_text())}
     assert result == {"graphs.py"}
+
+
+# by torch, by the driver, by torch's profiler at its end, and by Triton's timing loops
+WAITS_FOR_THE_DEVICE = re.compile(
+    r"(cuda|accelerator)\.synchronize|import .*\bsynchronize\b|(Device|Ctx|Context)Synchronize|"
+    r"torch\.profiler import .*\bprofile\b|do_bench|autotune"
+)
+
+
+def test_the_device_is_waited_for_in_one_place():
+    """Any other wait would fail while another thread records. `lowq generate --profile` has no such thread."""
+    kinds = {".py", ".cu", ".cuh", ".cpp", ".h"}
+    files = [p for folder in ("packers", "kernels", "lowq_cli") for p in (ROOT / folder).rglob("*") if p.suffix in kinds]
+    assert {p.name for p in files if WAITS_FOR_THE_DEVICE.search(p.read_text())} == {"graphs.py", "profiling.py"}
 
 
 def waits_for_the_device(x):
@@ -260,7 +343,8 @@ def test_a_failed_recording_leaves_torch_as_it_was(fails, pooled):
 
 
 @on_gpu
-def test_other_threads_use_the_gpu_while_one_records(pooled):
+def test_other_threads_use_the_gpu_while_one_records(pooled, monkeypatch):
+    monkeypatch.setattr(counters, "_arenas", {})
     stream, graph, x = torch.cuda.Stream(), Graph(), torch.ones(8, device="cuda")
     results = []
 
@@ -268,6 +352,8 @@ def test_other_threads_use_the_gpu_while_one_records(pooled):
         pinned = torch.full((1 << 22,), 2.0).pin_memory()
         results.append(float(pinned.to("cuda", non_blocking=True).sum()))
         torch.cuda.current_stream().synchronize()
+        torch.cuda.current_stream().record_event().synchronize()
+        counters.reserve(1, x.device)  # waits for the zeros
         torch.cuda.empty_cache()
 
     with graph.recording(stream, torch.cuda.graph_pool_handle() if pooled else None):
@@ -278,6 +364,26 @@ def test_other_threads_use_the_gpu_while_one_records(pooled):
     x.fill_(4)
     graph.replay()
     assert z.tolist() == [15.0] * 8
+
+
+@on_gpu
+def test_threads_wait_for_the_gpu_while_others_record(pooled):
+    pool, x, made = torch.cuda.graph_pool_handle() if pooled else None, torch.ones(8, device="cuda"), []
+
+    def record(during):
+        graph = Graph()
+        with graph.recording(torch.cuda.Stream(), pool):
+            y = x + 1
+            during()
+            z = y * 3
+        made.append((graph, z))
+
+    record_and_wait(record, x.device)
+    x.fill_(4)
+    for graph, z in made:
+        graph.replay()
+        assert z.tolist() == [15.0] * 8
+    assert len(made) == 2 * TIMES
 
 
 def test_a_graph_holds_the_counters_that_its_launches_took(monkeypatch):

@@ -2,7 +2,7 @@
 
 import time
 from copy import copy
-from threading import Event
+from threading import Event, Thread
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -19,6 +19,7 @@ from lowq_cli.serving.http.loading import Loader, LoadingModel, keyed
 from lowq_cli.serving.measurements import Measurements
 from lowq_cli.serving.pass_sizes import PassSizes
 from lowq_cli.serving.request import Draw, Request
+from lowq_kernels.graphs import Graph
 
 
 def test_a_later_load_gets_the_measurements_of_the_one_before(tmp_path):
@@ -98,6 +99,26 @@ def test_trial_passes_run_at_the_start_and_where_the_room_beside_the_cache_may_n
     assert cache.tokens == (1024 if tokens else 4 * 512)
     assert cache.beside == (7 if trials else 5 if "known" in how else 0)
     assert cache.passes.token_budget.known == (how["known"].passes if "known" in how else {})
+
+
+def test_trial_passes_wait_for_the_device_once_no_other_engine_records(monkeypatch):
+    """CUDA refuses that wait meanwhile: an engine that is loaded while another one records could not start."""
+    waited = Mock()
+    monkeypatch.setattr(torch.cuda, "synchronize", waited)
+    for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, Mock(return_value=0))
+    trial = SimpleNamespace(sizes=SimpleNamespace(timed=[]), graph_bytes=lambda: 5, token_budget=None)
+    monkeypatch.setattr(cache_allocator, "trial_runner", lambda *given: trial)
+    monkeypatch.setattr(cache_allocator, "launches", lambda trial: [])
+    plan, results = SimpleNamespace(device=torch.device("cuda")), []
+    load = Thread(target=lambda: results.append(cache_allocator._trial(plan, "16", 4, 1024, False)))
+    with Graph(Mock()).recording(None, (0, 1)):
+        load.start()
+        load.join(0.2)
+        assert not waited.called
+    load.join(20)
+    assert results == [(5 + cache_allocator.BESIDE, None)]
+    waited.assert_called_once_with(plan.device)
 
 
 def test_the_passes_to_time_are_every_step_and_of_each_size_with_prompts_the_one_with_the_most_steps():
