@@ -73,6 +73,12 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def empty_cache() -> None:
+    """Give torch's cached memory back to the devices, which torch does not do while any thread records."""
+    with _alone():
+        torch.cuda.empty_cache()
+
+
 def _end(graph: Any, stream: torch.cuda.Stream | None) -> None:
     """End a recording.
 

@@ -36,6 +36,7 @@ from lowq_cli.quantizers import FEW_TOKENS, needs_text
 from lowq_cli.run.events import TextStep
 from lowq_cli.run.own_text_plan import BEGUN, CHAT, GREEDY, PLAIN, Outlook, kept_round
 from lowq_cli.state import writing
+from lowq_kernels.graphs import empty_cache
 from lowq_packers.atomic import write_whole
 from lowq_packers.errors import UnsupportedError
 
@@ -253,7 +254,7 @@ class _Author:
             self.model = None
             gc.collect()
             if self.plan.device.type == "cuda":
-                torch.cuda.empty_cache()
+                empty_cache()
             torch.set_num_threads(self.threads)
         self.copy.close()
         if self.plan.folder.is_dir():

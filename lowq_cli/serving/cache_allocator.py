@@ -26,7 +26,7 @@ from lowq_cli.serving.scheduler import MOST_PREFILLING
 from lowq_cli.serving.token_budget import TokenBudget
 from lowq_kernels.decode import kv
 from lowq_kernels.dispatch.precompile import launch_all
-from lowq_kernels.graphs import wait
+from lowq_kernels.graphs import empty_cache, wait
 from lowq_packers.arch.parts import Pages, Recurrent
 from lowq_packers.errors import DoesNotFitError
 
@@ -162,7 +162,7 @@ def make_cache(
             passes.rows.flush()
             launch_all(launches(passes, reads), lambda n, of: None)
             if later:  # gives the threads' tensors back: no recording without a pool does that, and other models may need it
-                torch.cuda.empty_cache()
+                empty_cache()
         cache_bytes = states + sizes.bytes(blocks)
         shares = [*blocks, snapshots], [*sizes.block_bytes, sizes.state_bytes]
         beside_it = [] if drafter is None else [_held(drafter, kv.PLAIN, blocks[0], spec) for spec in _pages_of(drafter)]

@@ -40,6 +40,7 @@ from lowq_cli.serving.sequence import Sequence
 from lowq_cli.serving.token_budget import PREFER
 from lowq_kernels.decode.kv import PLAIN
 from lowq_kernels.decode.kv import check as check_kind
+from lowq_kernels.graphs import empty_cache
 from lowq_packers.errors import UnsupportedError, UsageError, device_lost, log_error, one_line
 
 MOST = {"cuda": 128, "cpu": 8}  # default limit of sequences that run at once
@@ -318,7 +319,7 @@ class ContinuousEngine:
             more = self.passes.record_next() or (drafts is not None and (drafts.passes.record_next() or drafts.record_next()))
             self._unrecorded = more
             if not more:  # gives back what passes took that ran unrecorded
-                torch.cuda.empty_cache()
+                empty_cache()
 
     def _take(self) -> bool:
         """Take new requests and cancellations; waits while there is nothing to do. Returns False once the engine ends."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lowq_kernels import counters
-from lowq_kernels.graphs import Graph, wait
+from lowq_kernels.graphs import Graph, empty_cache, wait
 
 ROOT = Path(__file__).parents[2]
 POOL = (0, 1)
@@ -33,7 +33,7 @@ class Device:
     def graph(self):
         return Graph(StandIn(self))
 
-    def synchronize(self, device=None):
+    def wait(self, device=None):
         begun = self.recordings
         time.sleep(SOON_S)
         self.waits.append((begun, self.recordings))
@@ -197,8 +197,8 @@ def test_two_threads_record_one_after_the_other_and_a_third_may_drop_graphs_mean
     assert device.freed == [False] * 52
 
 
-def record_and_wait(record, device):
-    """Two threads record TIMES times each; during each recording two others begin a wait for the device."""
+def record_and_call(record, call):
+    """Two threads record TIMES times each; during each recording two others begin a call."""
     begun = [threading.Semaphore(0) for _ in range(2)]
 
     def during():
@@ -210,22 +210,24 @@ def record_and_wait(record, device):
         for _ in range(TIMES):
             record(during)
 
-    def wait_all(one):
+    def call_all(one):
         for _ in range(2 * TIMES):
             assert one.acquire(timeout=20)
-            wait(device)
+            call()
 
     with ThreadPoolExecutor(4) as threads:
-        for future in [*(threads.submit(record_all) for _ in range(2)), *(threads.submit(wait_all, one) for one in begun)]:
+        for future in [*(threads.submit(record_all) for _ in range(2)), *(threads.submit(call_all, one) for one in begun)]:
             future.result()
 
 
 @pytest.mark.parametrize("fails", [False, True], ids=["", "recording fails"])
 @pytest.mark.parametrize("pool", [None, POOL], ids=["", "pool"])
-def test_a_wait_for_the_device_and_a_recording_exclude_each_other(fails, pool, monkeypatch):
-    """Also the wait with which a recording without a pool begins."""
+@pytest.mark.parametrize("call", [lambda: wait(torch.device("cuda")), empty_cache], ids=["wait", "empty cache"])
+def test_what_waits_for_the_device_and_a_recording_exclude_each_other(call, fails, pool, monkeypatch):
+    """Also both waits with which a recording without a pool begins."""
     device = Device()
-    monkeypatch.setattr(torch.cuda, "synchronize", device.synchronize)
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, device.wait)
 
     def record(during):
         with suppress(KeyError), device.graph().recording(None, pool):
@@ -233,8 +235,8 @@ def test_a_wait_for_the_device_and_a_recording_exclude_each_other(fails, pool, m
             if fails:
                 raise KeyError
 
-    record_and_wait(record, torch.device("cuda"))
-    assert device.waits == [(0, 0)] * (4 * TIMES + (2 * TIMES if pool is None else 0))
+    record_and_call(record, call)
+    assert device.waits == [(0, 0)] * ((8 if pool is None else 4) * TIMES)
     assert device.most == 1
     assert device.freed == [False] * 2 * TIMES
 
@@ -242,7 +244,7 @@ def test_a_wait_for_the_device_and_a_recording_exclude_each_other(fails, pool, m
 def test_the_stand_in_shows_a_wait_during_a_recording():
     device = Device()
     with device.graph().recording(None, POOL):
-        in_thread(device.synchronize)
+        in_thread(device.wait)
     assert device.waits == [(1, 1)]
 
 
@@ -273,7 +275,7 @@ def test_graphs_are_made_in_one_place():
 
 # by torch, by the driver, by torch's profiler at its end, and by Triton's timing loops
 WAITS_FOR_THE_DEVICE = re.compile(
-    r"(cuda|accelerator)\.synchronize|import .*\bsynchronize\b|(Device|Ctx|Context)Synchronize|"
+    r"(cuda|accelerator)\.(synchronize|empty_cache)|import .*\bsynchronize\b|(Device|Ctx|Context)Synchronize|"
     r"torch\.profiler import .*\bprofile\b|do_bench|autotune"
 )
 
@@ -367,6 +369,23 @@ def test_other_threads_use_the_gpu_while_one_records(pooled, monkeypatch):
 
 
 @on_gpu
+def test_cached_memory_is_given_back_although_another_thread_records(pooled):
+    stream, graph, x = torch.cuda.Stream(), Graph(), torch.ones(8, device="cuda")
+    torch.cuda.empty_cache()
+    with ThreadPoolExecutor(1) as threads:
+        with graph.recording(stream, torch.cuda.graph_pool_handle() if pooled else None):
+            y = x + 1
+            threads.submit(lambda: torch.empty(1 << 28, dtype=torch.uint8, device="cuda")).result()  # freed at once: cached
+            cached = torch.cuda.memory_reserved()
+            given_back = threads.submit(empty_cache)
+            time.sleep(SOON_S)
+        given_back.result()
+    assert torch.cuda.memory_reserved() <= cached - (1 << 28)
+    graph.replay()
+    assert y.tolist() == [2.0] * 8
+
+
+@on_gpu
 def test_threads_wait_for_the_gpu_while_others_record(pooled):
     pool, x, made = torch.cuda.graph_pool_handle() if pooled else None, torch.ones(8, device="cuda"), []
 
@@ -378,7 +397,7 @@ def test_threads_wait_for_the_gpu_while_others_record(pooled):
             z = y * 3
         made.append((graph, z))
 
-    record_and_wait(record, x.device)
+    record_and_call(record, lambda: wait(x.device))
     x.fill_(4)
     for graph, z in made:
         graph.replay()
