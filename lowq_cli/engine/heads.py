@@ -88,10 +88,24 @@ class HeadPlan(Plan):
 
         ids: (M,) the target's id of the token after each row. x: (M, H) hidden states, overwritten. The state is written too.
         """
+        frame = self._run(ids, x, batch, state)
+        return frame.y, frame.y if self.described.recycled == "normed" else frame.x
+
+    def keep(self, ids: torch.Tensor, x: torch.Tensor, batch: Batch, state: Sequence[KeyValues | States]) -> None:
+        """Write the state that `guess` writes, without its results."""
+        self._run(ids, x, batch, state, state_only=True)
+
+    def _run(
+        self,
+        ids: torch.Tensor,
+        x: torch.Tensor,
+        batch: Batch,
+        state: Sequence[KeyValues | States],
+        state_only: bool = False,
+    ) -> s.Frame:
         frame = s.Frame(x, batch, state)
         frame.kept["embedding"] = self.embed(ids)
-        self.run(frame)
-        return frame.y, frame.y if self.described.recycled == "normed" else frame.x
+        return self.run(frame, state_only)
 
     def ids(self, guesses: torch.Tensor) -> torch.Tensor:
         """The target's ids of guesses, which are indices into the head's logits."""

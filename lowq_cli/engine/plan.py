@@ -154,28 +154,36 @@ class Plan:
         self.refold()
 
     def hidden(
-        self, x: torch.Tensor, batch: Batch, state: Sequence[KeyValues | States], taps: list[torch.Tensor] | None = None
+        self,
+        x: torch.Tensor,
+        batch: Batch,
+        state: Sequence[KeyValues | States],
+        taps: list[torch.Tensor] | None = None,
+        state_only: bool = False,
     ) -> torch.Tensor:
         """Run embeddings x (M, H) through every layer and the last norm; returns (M, H). State is read and written.
 
-        taps: a list to which the streams of `tap` are appended, (M, H) each.
+        taps: a list to which the streams of `tap` are appended, (M, H) each. state_only: as `run` takes it.
         """
         frame = s.Frame(x.contiguous(), batch, state, taps=None if taps is None else {})
         if batch.pictures is not None and batch.shows:
             frame.x = batch.pictures.shown(frame.x)
         if self.tokens is not None:
             frame.kept["table"] = self.tokens(self._read(batch.ids), frame.x).flatten(1)
-        self.run(frame)
+        self.run(frame, state_only)
         if taps is not None and frame.taps is not None:
             taps += [frame.taps[i] for i in self.taps]
         return frame.y
 
-    def run(self, frame: s.Frame) -> s.Frame:
-        """Run every step on a frame; returns the frame."""
+    def run(self, frame: s.Frame, state_only: bool = False) -> s.Frame:
+        """Run every step on a frame; returns the frame. state_only: none after the last that writes state, as nothing else
+        counts."""
         x, shows, adapted = frame.x, frame.batch.shows, frame.batch.adapters is not None or self.everywhere
         steps = self.program(x.shape[0], shows, adapted)
         if steps is not self._unfolded[shows, adapted] and x.shape[0] <= STEPS:
             frame.kept[folding.SCALE] = self._row_of_ones(x.shape[0])
+        if state_only:
+            steps = steps[: 1 + max(i for i, step in enumerate(steps) if step.state)]
         outer, pause = scope.set(self.tuned), frame.batch.pause
         try:
             for step in steps:

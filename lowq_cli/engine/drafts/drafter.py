@@ -116,10 +116,12 @@ class DeviceDrafter(Protocol):
 class PagedDrafter(DeviceDrafter, Protocol):
     """A drafter whose keys and values may also be paged, as in the server.
 
-    reach: max. slots after a sequence's last row that its guesses write to.
+    reach: max. slots after a sequence's last row that its guesses write to. carries: whether its guesses begin with what
+    `write` returns; else they need only the state.
     """
 
     reach: int
+    carries: bool
 
     def lent(self, of_model: Sequence[KeyValues | States]) -> list[KeyValues]:
         """What the drafter reads of the model's state; empty if it has keys and values itself."""
@@ -130,6 +132,12 @@ class PagedDrafter(DeviceDrafter, Protocol):
     ) -> Sequence[torch.Tensor]:
         """Write keys and values of a batch's M rows; returns the tensors (M, ...) that `go_on` needs. ids: the token after each
         row, or the row's own token where `layers` is empty."""
+        ...
+
+    def keep(
+        self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], batch: Batch, held: Sequence[KeyValues | States]
+    ) -> None:
+        """Write what `write` does, where nothing is guessed after the rows."""
         ...
 
     def go_on(self, last: LastRows, K: int) -> torch.Tensor:

@@ -28,6 +28,7 @@ class HeadDrafter(StaticCache):
     """A head as a `DeviceDrafter` with a separate static cache."""
 
     most = reach = MOST
+    carries = True
 
     def __init__(self, plan: HeadPlan) -> None:
         super().__init__()
@@ -38,7 +39,7 @@ class HeadDrafter(StaticCache):
     def read(self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], rows: DraftRows) -> None:
         """As `DeviceDrafter.read`."""
         batch, states = self._prompt(ids, rows)
-        self.plan.guess(ids, self._entering(hidden), batch, states)
+        self.plan.keep(ids, self._entering(hidden), batch, states)
 
     def _prompt(self, ids: torch.Tensor, rows: DraftRows) -> tuple[Batch, list[KeyValues | States]]:
         """Rows of prompts as a batch, and the state with the batch's block table."""
@@ -68,6 +69,12 @@ class HeadDrafter(StaticCache):
     ) -> Sequence[torch.Tensor]:
         """As `PagedDrafter.write`."""
         return self.plan.guess(ids, self._entering(hidden), batch, held)
+
+    def keep(
+        self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], batch: Batch, held: Sequence[KeyValues | States]
+    ) -> None:
+        """As `PagedDrafter.keep`."""
+        self.plan.keep(ids, self._entering(hidden), batch, held)
 
     def go_on(self, last: LastRows, K: int) -> torch.Tensor:
         """As `PagedDrafter.go_on`."""
@@ -101,6 +108,7 @@ class BlockDrafter(HeadDrafter):
     """A head that guesses a block at once, as a `DeviceDrafter`; it caches keys and values of the model's hidden states."""
 
     plan: BlockPlan
+    carries = False
 
     def __init__(self, plan: BlockPlan) -> None:
         super().__init__(plan)
@@ -115,8 +123,14 @@ class BlockDrafter(HeadDrafter):
         self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], batch: Batch, held: Sequence[KeyValues | States]
     ) -> Sequence[torch.Tensor]:
         """As `PagedDrafter.write`."""
-        self.plan.remember([hidden[i] for i in self.layers], batch, held)
+        self.keep(ids, hidden, batch, held)
         return ()
+
+    def keep(
+        self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], batch: Batch, held: Sequence[KeyValues | States]
+    ) -> None:
+        """As `PagedDrafter.keep`."""
+        self.plan.remember([hidden[i] for i in self.layers], batch, held)
 
     def go_on(self, last: LastRows, K: int) -> torch.Tensor:
         """As `PagedDrafter.go_on`. A whole block is computed for fewer guesses too, since it was trained as a whole."""
@@ -164,6 +178,11 @@ class AssistantDrafter(HeadDrafter):
     ) -> Sequence[torch.Tensor]:
         """As `PagedDrafter.write`: what the guesses begin with."""
         return self._made(hidden)
+
+    def keep(
+        self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], batch: Batch, held: Sequence[KeyValues | States]
+    ) -> None:
+        """As `PagedDrafter.keep`."""
 
     def go_on(self, last: LastRows, K: int) -> torch.Tensor:
         """As `PagedDrafter.go_on`: all guesses are made at one position, over the keys and values up to `pos`."""

@@ -22,6 +22,7 @@ class ModelDrafter(StaticCache):
 
     most = reach = MOST
     layers: tuple[int, ...] = ()
+    carries = False
 
     def __init__(self, plan: Plan, name: str, vocabulary: int) -> None:
         super().__init__()
@@ -38,7 +39,7 @@ class ModelDrafter(StaticCache):
             table = torch.arange(self._places, dtype=torch.int32, device=ids.device)[:, None]
             given = Packed(table, of, pos, tiles)
             batch = Batch(self.plan.ops, row_ids, 0, pos, self.angles, given=given, tile=self.plan.tile)
-            self.plan.hidden(self.plan.embed(row_ids), batch, self._at(table))
+            self.plan.hidden(self.plan.embed(row_ids), batch, self._at(table), state_only=True)
 
     def draft(
         self, ids: torch.Tensor, hidden: dict[int, torch.Tensor], rows: DraftRows, last: torch.Tensor, K: int
@@ -54,8 +55,14 @@ class ModelDrafter(StaticCache):
         self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], batch: Batch, held: Sequence[KeyValues | States]
     ) -> Sequence[torch.Tensor]:
         """As `PagedDrafter.write`."""
-        self.plan.hidden(self.plan.embed(ids), batch, held)
+        self.keep(ids, hidden, batch, held)
         return ()
+
+    def keep(
+        self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], batch: Batch, held: Sequence[KeyValues | States]
+    ) -> None:
+        """As `PagedDrafter.keep`."""
+        self.plan.hidden(self.plan.embed(ids), batch, held, state_only=True)
 
     def go_on(self, last: LastRows, K: int) -> torch.Tensor:
         """As `PagedDrafter.go_on`."""
