@@ -28,10 +28,16 @@ from lowq_kernels.decode.reference import Packed
 from lowq_kernels.decode.runs import Run, Runs
 from lowq_packers.arch.parts import Pages
 
-# Numbers sent per row: its block table, its place among its sequence's rows, its place in the pass, its sequence; then per
-# sequence its first row, its row among the running ones, and its number in the pass.
-NUMBERS = 7
-PROMPTS = (64, 512)  # lengths, in tokens, of the prompts for which `warm` launches the kernels: a short and a long product each
+# Numbers sent per row: its block table, its place among its sequence's rows, its place in the pass, its sequence, its token and
+# its position, both -1 where only the device knows them. Then per sequence that samples: its first row (its last one in a pass
+# without drafts), its row among the running ones, and its number in the pass. Then per group of rows: its first row, its size.
+NUMBERS = 11
+GROUP = 16  # max. rows of a sequence that attend together: those of a tensor core's tile
+# Max. cache slots that the rows of prompts attend to in a recording, all rows together. Where its kernels read them row by row
+# (caches in few bits, latents), these are up to 4 GB, 1 ms of an H200. Longer prompts are launched kernel by kernel, which takes
+# the host 3 to 6 ms, and read slots for 128 rows at once.
+SLOTS = 1 << 20
+LONG = 2048  # tokens of the prompts for which `warm` launches the kernels: more than a recording takes
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,11 @@ class Rows:
     tokens: Sequence[int] = ()
     after: Sequence[int] = ()
 
+    @property
+    def piece(self) -> bool:
+        """Whether the rows are a piece of a prompt."""
+        return len(self.tokens) > 0
+
 
 class DeviceDrafts:
     """A drafter over a paged cache.
@@ -60,50 +71,59 @@ class DeviceDrafts:
             passes. state: keys and values of each of its layers, in the blocks of the first page group's tables, or the
             model's. slots: positions that these tables cover.
     Attributes:
-        sizes, drafted, graphs: numbers of rows that are recorded, ascending, those of passes with drafts, and the recordings
-            by what is computed; none at first (`record`).
+        sizes, drafted, totals, graphs: numbers of rows that are recorded, ascending, those of passes with drafts, those of
+            passes with pieces of prompts, and the recordings by what is computed; none at first (`record`).
         fresh: whether the last call did what later ones do not repeat, as of `DraftGraphs.fresh`.
     """
 
     def __init__(self, drafter: PagedDrafter, rows: BatchState, state: Sequence[KeyValues], slots: int) -> None:
-        self.sizes, self.drafted = list[int](), list[int]()
+        self.sizes, self.drafted, self.totals, self.most = list[int](), list[int](), list[int](), 0
         self.graphs, self.fresh = dict[Compute, DraftGraphs](), False
         self.drafter, self.rows, self.state, self.device = drafter, rows, list(state), rows.device
         self.shifted = bool(drafter.layers)  # heads pair a row with the token after it, draft models with the row's own token
-        self.angles = drafter.plan.angles(slots + BLOCK, self.device)
+        self.slots, self.angles = slots, drafter.plan.angles(slots + BLOCK, self.device)
         rows.hold_guesses(drafter.most)
 
-    def record(self, runner: ModelRunner, sizes: Sequence[int]) -> None:
-        """Record from now on what comes after passes. runner: the model's passes. sizes: possible numbers of rows of one with
-        drafts."""
-        self.sizes, self.drafted = sorted({1, 2, *sizes}), sorted(sizes)
-        self.graphs = {compute: DraftGraphs(runner, compute) for compute in (self.write, self.guess)}
+    def record(self, runner: ModelRunner, sizes: Sequence[int], totals: Sequence[int] = (), most: int = 1) -> None:
+        """Record from now on what comes after passes. runner: the model's passes. sizes, totals: possible numbers of rows of
+        one with drafts and of one with pieces of prompts. most: sequences at once."""
+        self.sizes, self.drafted, self.totals, self.most = sorted({1, 2, *sizes}), sorted(sizes), sorted(totals), most
+        held = dict[int, torch.Tensor]()
+        self.graphs = {compute: DraftGraphs(runner, compute, held) for compute in (self.write, self.keep)}
+        self.graphs[self.guess] = DraftGraphs(runner, self.guess)
 
-    def warm(self, hidden: Mapping[int, torch.Tensor], most: int) -> None:
-        """Launch once, for no sequence, what comes after passes and prompts: it compiles and loads the kernels. The arguments
-        are those of `combinations`."""
-        for _ in self.combinations(hidden, most):
+    def warm(self, hidden: Mapping[int, torch.Tensor]) -> None:
+        """Launch once, for no sequence, what comes after passes and prompts: it compiles and loads the kernels. hidden: as
+        `combinations` takes it."""
+        for _ in self.combinations(hidden):
             pass
         null, before = self.rows.null_row, None if self.shifted else self.rows.token
-        for n in PROMPTS:
-            states = {i: h[:1].expand(n, -1) for i, h in hidden.items()}
-            self.passed([], [Rows(null, 0, null, n, 0, [0] * n, [0] * (n - 1))], states, before, self.drafter.most)
+        states, n = {i: h[:1].expand(LONG, -1) for i, h in hidden.items()}, min(LONG, self.slots)
+        long = [Rows(null, at, null, n, 0, [0] * n, [0] * (n - 1)) for at in range(0, LONG - n + 1, n)]
+        self.passed([], long, states, before, self.drafter.most)
 
-    def combinations(self, hidden: Mapping[int, torch.Tensor], most: int) -> Iterator[bool]:
+    def combinations(self, hidden: Mapping[int, torch.Tensor]) -> Iterator[bool]:
         """Compute, for no sequence, what comes after passes of each number of rows and sequences, and guess each number of
-        tokens: one of them before each True. hidden: hidden states of a pass of `sizes[-1]` rows. most: sequences at once."""
+        tokens: one of them before each True. hidden: hidden states of a pass of `sizes[-1]` rows."""
         null, before = self.rows.null_row, None if self.shifted else self.rows.token
-        for N in self.sizes[: bisect_right(self.sizes, most)]:
+        for M in reversed(self.totals):  # the largest makes room for the hidden states of all
+            states = {i: hidden[i][:1].repeat(M, 1) for i in self.drafter.layers}
+            after = After(states, None, before, M, min(M, self._size(self.most)), pieces=True)
+            for compute in (self.write, self.keep):
+                self._run(compute, self._none(M), after)
+                yield True
+        for N in self.sizes[: bisect_right(self.sizes, self.most)]:
             made: Sequence[torch.Tensor] = ()
             most_rows = self.sizes[min(bisect_left(self.sizes, N * (1 + self.drafter.most)), len(self.sizes) - 1)]
             for M, drafted in [(N, False), *((M, True) for M in self.drafted if N <= M <= most_rows)]:
-                numbers = np.zeros((NUMBERS, M), np.int32)
-                numbers[0] = numbers[5] = null
                 result = torch.zeros(3 * M, dtype=torch.int64, device=self.device) if drafted else None
                 states = {i: hidden[i][:M] for i in self.drafter.layers}
-                found = self._run(self.write, numbers, After(states, result, None if drafted else before, M, N))
+                found = self._run(self.write, self._none(M), After(states, result, None if drafted else before, M, N))
                 made = made or [t.clone() for t in found]
                 yield True
+                if not drafted:
+                    self._run(self.keep, self._none(M), After(states, None, before, M, N))
+                    yield True
             for K in range(1, self.drafter.most + 1):
                 self._run(self.guess, np.full((2, N), null, np.int32), After(dict(enumerate(made)), N=N, K=K))
                 yield True
@@ -128,23 +148,20 @@ class DeviceDrafts:
 
         before (R,): the newest tokens before the pass, required if the drafter reads the rows' own tokens.
         """
-        if not pieces:
-            return self._after(steps, range(len(steps)), hidden, None, before, K)
+        if not pieces or self._short(steps, pieces, hidden):
+            return self._after([*steps, *pieces], range(len(steps) + len(pieces)), hidden, None, before, K)
         both, b, self.fresh = [*steps, *pieces], len(steps), False
         ends = np.cumsum([one.n for one in both]).tolist()
         texts = [one for one in both if one.row >= 0]
         lasts, rows = [end - 1 for one, end in zip(both, ends, strict=True) if one.row >= 0], [one.row for one in texts]
+        at, ids, pos = (self._upload(numbers) for numbers in _places(both, self.shifted)[[2, 4, 5]])
         if self.shifted:
-            ids = self._upload([t for one in both for t in (*one.after, *[0] * (one.n - len(one.after)))])
             ids.index_copy_(0, self._upload(lasts), self.rows.token.index_select(0, self._upload(rows)))
         else:
-            ids = self._upload([0] * b + [token for one in pieces for token in one.tokens])
             assert before is not None
             ids[:b] = before.index_select(0, self._rows(steps))
-        _, after, at, of = _places(both)
-        pos = upload((after + np.array([one.first for one in both])[of]).astype(np.int32), self.device)
+        pos = pos.int()
         pos[:b] = self.rows.pos.index_select(0, self._rows(steps)) - 1
-        at = self._upload(at)
         states, plan = self._at(self._upload([one.table for one in both])), self.drafter.plan
         tile, starts = plan.tile, [0, *(end - b for end in ends[b:])]
         spans = list(itertools.pairwise(starts))
@@ -152,16 +169,17 @@ class DeviceDrafts:
         of = np.repeat(np.arange(b, len(both)), [end - first for first, end in spans])
         one = states[0].table
         assert one is not None
-        there = upload(np.array(tiles, np.int32), self.device)
-        packed = Packed(one, upload(of.astype(np.int32), self.device), pos[b:], there)
+        of, there = (upload(np.array(numbers, np.int32), self.device) for numbers in (of, tiles))
+        packed = Packed(one, of, pos[b:], there)
         each = [Run(first, end, 0, p.first, b + i) for i, (p, (first, end)) in enumerate(zip(pieces, spans, strict=True))]
         runs = Runs(each, ends[-1] - b, self.device)
         batch = Batch(plan.ops, ids, b, pos, self.angles, given=packed, given_runs=runs, tile=plan.tile)
-        written = self.drafter.write(ids, {i: h.index_select(0, at) for i, h in hidden.items()}, batch, states)
+        states_there = {i: h.index_select(0, at) for i, h in hidden.items()}
+        self.drafter.keep(ids, states_there, batch, states)
         if not K or not texts:
             return None
-        last = self._upload(padded(np.array([lasts]), self._size(len(texts)))[0])
-        return self._guesses(texts, [t.index_select(0, last) for t in written], K)
+        last, tables = self._upload(padded(np.array([lasts, [one.table for one in texts]]), self._size(len(texts))))
+        return self._guesses(texts, self._ends(ids, states_there, pos, tables, last), K)
 
     def _after(
         self,
@@ -172,21 +190,43 @@ class DeviceDrafts:
         before: torch.Tensor | None,
         K: int,
     ) -> torch.Tensor | None:
-        """Do what `checked` does, or `passed` does of steps; on a GPU with few numbers of rows, each of them recorded."""
-        counts, n = [one.n for one in texts], len(texts)
-        rows = sum(counts) if result is None or not self.sizes else len(result) // 3  # recorded for few numbers of rows
-        M, N = self._size(rows), self._size(n)
-        after = After({i: hidden[i] for i in self.drafter.layers}, result, before, M, N)
-        numbers = np.zeros((NUMBERS, M), np.int32)
-        numbers[0] = self.rows.null_row
-        end = sum(counts)
-        numbers[:4, :end] = _places(texts)
-        numbers[4:, :N] = padded(np.array([np.cumsum(counts) - counts, [one.row for one in texts], order]), N)
+        """Do what `checked` does, or `passed`; on a GPU with few numbers of rows, each of them recorded."""
+        counts, sampled = np.array([one.n for one in texts]), [i for i, one in enumerate(texts) if one.row >= 0]
+        ends, n, pieces = np.cumsum(counts), len(sampled), any(one.piece for one in texts)
+        rows = len(result) // 3 if result is not None and self.sizes else int(ends[-1])  # recorded for few numbers of rows
+        M = next(t for t in self.totals if t >= rows) if pieces else self._size(rows)
+        N = min(M, self._size(self.most)) if pieces else self._size(n)
+        after = After({i: hidden[i] for i in self.drafter.layers}, result, before, M, N, pieces=pieces)
+        numbers = self._none(M)
+        numbers[:6, : ends[-1]] = _places(texts, self.shifted)
+        if sampled:
+            firsts = ends - counts if result is not None else ends - 1
+            of = [firsts[sampled], [texts[i].row for i in sampled], np.array(order)[sampled]]
+            numbers[6:9, :N] = padded(np.array(of), N)
+        if pieces:
+            spans = zip(ends - counts, ends, strict=True)
+            groups = [(at, min(GROUP, end - at)) for first, end in spans for at in range(first, end, GROUP)]
+            numbers[9:, : len(groups)] = np.array(groups).T
         # a pass with prompts that the drafter does not read may have thousands of rows, which a recording would keep
-        short = max([M, *map(len, after.hidden.values())]) <= max(self.sizes, default=0)
+        short = max([M, *map(len, after.hidden.values())]) <= max([0, *self.sizes, *self.totals])
         self.fresh = False
-        made = self._run(self.write, numbers, after, short)
-        return self._guesses(texts, made, K) if K else None
+        guesses = K > 0 and n > 0
+        # those after passes with drafts are recorded once: guesses follow most of them
+        made = self._run(self.write if guesses or result is not None else self.keep, numbers, after, short)
+        return self._guesses([texts[i] for i in sampled], [t[: self._size(n)] for t in made], K) if guesses else None
+
+    def _short(self, steps: Sequence[Rows], pieces: Sequence[Rows], hidden: Mapping[int, torch.Tensor]) -> bool:
+        """Return whether a pass with pieces of prompts is one of those that are recorded."""
+        rows = max([len(steps) + sum(one.n for one in pieces), *(len(hidden[i]) for i in self.drafter.layers)])
+        slots = sum(one.n * (one.first + one.n) for one in pieces)
+        return bool(self.totals) and rows <= self.totals[-1] and slots <= SLOTS
+
+    def _none(self, M: int) -> np.ndarray:
+        """Return the numbers (NUMBERS, M) of M rows that belong to no sequence."""
+        numbers = np.zeros((NUMBERS, M), np.int32)
+        numbers[0] = numbers[7] = self.rows.null_row
+        numbers[4:6] = -1
+        return numbers
 
     def _guesses(self, texts: Sequence[Rows], made: Sequence[torch.Tensor], K: int) -> torch.Tensor:
         """Return K guesses (n, K) of each sequence. made: as `write` returns it, of as many sequences as `_size` says."""
@@ -206,8 +246,35 @@ class DeviceDrafts:
     def write(self, numbers: torch.Tensor, after: After) -> Sequence[torch.Tensor]:
         """Write the rows of a pass, given by numbers (NUMBERS, M) on the device. Returns what `PagedDrafter.write` returns, of
         each sequence's last row with a right draft: (N, ...) each."""
-        table, within, at, of = numbers[:4]
-        first, row, order = numbers[4:, : after.N].long()
+        ids, hidden, batch, held, last = self._described(numbers, after)
+        if after.pieces:
+            self.drafter.keep(ids, hidden, batch, held)
+            return self._ends(ids, hidden, batch.pos, numbers[0].index_select(0, last), last)
+        return [t.index_select(0, last) for t in self.drafter.write(ids, hidden, batch, held)]
+
+    def _ends(
+        self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], pos: torch.Tensor, tables: torch.Tensor, last: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        """Return what `PagedDrafter.write` returns, of the rows `last` (N,) of prompts whose state is written: to guess after
+        these takes nothing of the others. tables (N,): their block tables."""
+        if not self.drafter.carries:
+            return []
+        ids, pos = ids.index_select(0, last), pos.index_select(0, last)
+        batch = Batch(self.drafter.plan.ops, ids, len(ids), pos, self.angles)
+        return self.drafter.write(ids, {i: h.index_select(0, last) for i, h in hidden.items()}, batch, self._at(tables))
+
+    def keep(self, numbers: torch.Tensor, after: After) -> Sequence[torch.Tensor]:
+        """Write the rows as `write` does, where nothing is guessed after them."""
+        *rows, _ = self._described(numbers, after)
+        self.drafter.keep(*rows)
+        return []
+
+    def _described(
+        self, numbers: torch.Tensor, after: After
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor], Batch, list[KeyValues], torch.Tensor]:
+        """Return the arguments of `PagedDrafter.write`, and the last row (N,) of each sequence that counts."""
+        table, within, at, of, tokens, places = numbers[:6]
+        first, row, order = numbers[6:9, : after.N].long()
         last, at, next_pos = first, at.long(), self.rows.pos.index_select(0, row)
         if after.result is not None:
             drawn, accepted, own = after.result.chunk(3)
@@ -215,17 +282,21 @@ class DeviceDrafts:
             last, next_pos = first + right, next_pos - right.int()
             ids = (drawn if self.shifted else own).index_select(0, at)
         elif after.before is not None:
-            ids = after.before.index_select(0, row)
+            ids = after.before.index_select(0, row).index_select(0, of)
         else:
             ids = torch.zeros_like(at)
         if self.shifted:
             ids = ids.index_copy(0, last, self.rows.token.index_select(0, row))
         # the host may not know yet how many of the drafts before this pass were right
         pos = torch.where(table == self.rows.null_row, 0, next_pos.index_select(0, of) - 1 + within)
+        groups = None
+        if after.pieces:
+            ids, pos = torch.where(tokens < 0, ids, tokens), torch.where(places < 0, pos, places)
+            groups = (*numbers[9:], GROUP)
         states, plan = self._at(table), self.drafter.plan
-        batch = Batch(plan.ops, ids, len(ids), pos, self.angles, drafted=after.result is not None)
-        written = self.drafter.write(ids, {i: h.index_select(0, at) for i, h in after.hidden.items()}, batch, states)
-        return [t.index_select(0, last) for t in written]
+        several = after.pieces or after.result is not None
+        batch = Batch(plan.ops, ids, len(ids), pos, self.angles, drafted=several, groups=groups)
+        return ids, {i: h.index_select(0, at) for i, h in after.hidden.items()}, batch, states, last
 
     def guess(self, numbers: torch.Tensor, after: After) -> Sequence[torch.Tensor]:
         """Return guesses (N, K) after rows that were written, and write them into `BatchState.guesses`. numbers (2, N): each
@@ -262,12 +333,22 @@ def padded(numbers: np.ndarray, n: int) -> np.ndarray:
     return np.concatenate([numbers, np.repeat(numbers[:, :1], n - numbers.shape[1], 1)], 1)
 
 
-def _places(texts: Sequence[Rows]) -> np.ndarray:
-    """Return (4, M): for each row its block table, its place among its sequence's rows, its place in the pass, its sequence."""
-    n = [one.n for one in texts]
-    within = np.concatenate([np.arange(k) for k in n])
-    table, at, of = np.repeat([(one.table, one.at, i) for i, one in enumerate(texts)], n, 0).T
-    return np.stack((table, within, at + within, of))
+def _places(texts: Sequence[Rows], shifted: bool) -> np.ndarray:
+    """Return (6, M) for each row: its block table, its place among its sequence's rows, its place in the pass, its sequence
+    among those that sample, its token and its position, both -1 where the host does not know them.
+
+    shifted: whether a row's token is the one after it.
+    """
+    facts = [(one.table, one.at, one.row >= 0, one.first if one.piece else -1, one.n) for one in texts]
+    table, at, samples, first, n = np.array(facts, np.int32).T
+    ends = np.cumsum(n)
+    within, tokens = np.arange(ends[-1]) - np.repeat(ends - n, n), np.full(ends[-1], -1)
+    for one, end in zip(texts, ends, strict=True):
+        if one.piece:
+            known = one.after if shifted else one.tokens
+            tokens[end - one.n : end - one.n + len(known)] = known
+    table, at, of, first = np.repeat((table, at, np.where(samples, np.cumsum(samples) - 1, 0), first), n, 1)
+    return np.stack((table, within, at + within, of, tokens, np.where(first < 0, -1, first + within)))
 
 
 def why_not(drafter: PagedDrafter, plan: Plan) -> str:

@@ -5,7 +5,7 @@ the head's kernels after each pass (2026-11-29).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ class After:
 
     hidden: the model's hidden states (P, H) that it reads, or its own (N, H) that it guesses from. result: that of
     `DraftPasses.run`, None after a pass without drafts. before (R,): the newest tokens before the pass, or None. M: rows. N:
-    sequences. K: guesses of each.
+    sequences. K: guesses of each. pieces: whether rows are pieces of prompts.
     """
 
     hidden: Mapping[int, torch.Tensor]
@@ -33,17 +33,21 @@ class After:
     M: int = 0
     N: int = 0
     K: int = 0
+    pieces: bool = False
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """The sizes of everything."""
         given = (*self.hidden.values(), self.result, self.before)
-        return (self.M, self.N, self.K, *(0 if t is None else len(t) for t in given))
+        return (self.M, self.N, self.K, self.pieces, *(0 if t is None else len(t) for t in given))
 
-    def like(self) -> "After":
-        """Return the same with new tensors of the same shapes."""
+    def like(self, held: dict[int, torch.Tensor]) -> "After":
+        """Return the same with other tensors of the same shapes. held: where recordings share those of hidden states."""
+        for i, h in self.hidden.items():
+            if i not in held or len(held[i]) < len(h):
+                held[i] = torch.empty_like(h)
         result, before = (None if t is None else torch.empty_like(t) for t in (self.result, self.before))
-        return After({i: torch.empty_like(h) for i, h in self.hidden.items()}, result, before, self.M, self.N, self.K)
+        return replace(self, hidden={i: held[i][: len(h)] for i, h in self.hidden.items()}, result=result, before=before)
 
     def fill(self, other: "After") -> None:
         """Copy another one's tensors into these."""
@@ -70,17 +74,19 @@ class DraftGraphs:
     """The recordings of a drafter's work.
 
     Args:
-        runner: the model's passes, whose memory pool the recordings share. compute: (numbers, After) -> tensors.
+        runner: the model's passes, whose memory pool the recordings share. compute: (numbers, After) -> tensors. held: where
+            recordings, one of which runs at a time, share the tensors of hidden states.
     Attributes:
         fresh: whether the last call of `run` did what later ones do not repeat: it loaded kernels, or recorded. reason: why
             there are no more recordings, or "".
     """
 
-    def __init__(self, runner: ModelRunner, compute: Compute) -> None:
+    def __init__(self, runner: ModelRunner, compute: Compute, held: dict[int, torch.Tensor] | None = None) -> None:
         self.runner, self.compute, self.fresh, self.reason = runner, compute, False, ""
         self._met: set[tuple[int, ...]] = set()
         self._failed = False  # whether a recording has failed; one may: a thread's first product in cuBLAS cannot be recorded
         self._recorded: dict[tuple[int, ...], Recorded] = {}
+        self._held = {} if held is None else held
 
     def run(self, numbers: np.ndarray, after: After) -> Sequence[torch.Tensor]:
         """Return what is computed, in tensors that the next call overwrites. What comes the first time is launched, which loads
@@ -104,7 +110,7 @@ class DraftGraphs:
                 mine.copy_(found)
 
         try:
-            place, own = upload(numbers, self.runner.device), after.like()
+            place, own = upload(numbers, self.runner.device), after.like(self._held)
             own.fill(after)
             made = [torch.empty_like(t) for t in self.compute(place, own)]
             graph = self.runner.capture(step, self.runner.pool)

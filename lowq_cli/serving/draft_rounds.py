@@ -28,6 +28,7 @@ from lowq_cli.serving.draft_trials import Trials
 from lowq_cli.serving.flight import Flight
 from lowq_cli.serving.guessing import Guessed, TextDrafter, better
 from lowq_cli.serving.model_runner import ModelRunner
+from lowq_cli.serving.pass_sizes import RECORDED
 from lowq_cli.serving.prompt_chunk import Piece
 from lowq_cli.serving.sampler import Special
 from lowq_cli.serving.scheduler import Scheduler, StepPlan
@@ -49,9 +50,9 @@ BEHIND = 2.0
 # second user may come for a short answer, and a sequence whose rows it has missed gets no more guesses of it. To read a pass
 # takes 0.1 to 0.3 ms, a plain pass of an 8B 1.4 to 3.6 (H200): in passes of 64 sequences this is not worth it.
 SHORT = 128
-# Passes in a row in which a drafter reads while nothing is guessed or checked, as it would not pay, after which drafts are
-# turned off. By the clock this takes 25 passes with one sequence, and 80 with 64, where reading takes 5% of a pass (H200).
-UNUSED = 16
+# Passes in a row without any guess, since the drafter has missed rows of most sequences, after which drafts are turned off: it
+# can guess only for sequences that begin later. To read the passes of 64 sequences takes 5% of their time (H200).
+MISSED = 256
 
 
 class DraftChoice(NamedTuple):
@@ -92,7 +93,8 @@ class DraftChoice(NamedTuple):
             state = [*state, *self.drafter.lent(runner.state)]
             guesses = DeviceDrafts(self.drafter, runner.rows, state, runner.slots)
             if runner.device.type == "cuda":
-                guesses.record(runner, passes.sizes)
+                totals = [M for M in runner.sizes.totals if M <= RECORDED]
+                guesses.record(runner, passes.sizes, totals, runner.sizes.most)
         return DraftRounds(passes, scheduler, special, guesses), ""
 
 
@@ -129,7 +131,7 @@ class DraftRounds:
         self._once = False  # whether a drafter was given a long text in this turn
         self._waits: dict[int, float] = {}  # size -> mean seconds that sequences wait for a plain pass while drafts are off
         self._unguessed = 0  # passes since the last one for which the drafter ran
-        self._used, self._unused = False, 0  # whether the last pass checks or guesses anything; passes in a row that do not
+        self._used, self._missed = False, 0  # whether the last pass checks or guesses anything; passes as MISSED counts them
         self._timed: Flight | None = None  # one whose drafter is not timed yet
         self._left: Iterator[bool] | None = None  # of `DeviceDrafts.combinations`, those not recorded yet
         self.on, self.follows, self.ahead, self.unpaid, self.needs_result = True, True, False, 0, False
@@ -160,9 +162,8 @@ class DraftRounds:
         time: an H200 gave the first 8 answers of an 8B with an EAGLE-3 head at 213 tokens/s, and later ones at 961."""
         recorded = self.passes.captured.get((self.passes.sizes[-1], False))
         if self.guesses is not None and recorded is not None and (hidden := recorded[0].noted) is not None:
-            most = self.runner.sizes.most
-            self._left = self.guesses.combinations(hidden, most)
-            self._unless_full(partial(self.guesses.warm, hidden, most))
+            self._left = self.guesses.combinations(hidden)
+            self._unless_full(partial(self.guesses.warm, hidden))
 
     def record_next(self) -> bool:
         """Record one of the drafter's computations that are left; return False if there is none. No pass may be in flight."""
@@ -195,12 +196,18 @@ class DraftRounds:
             counted, n = tokens - self._away_tokens, len(plan.steps)
             # plain passes take this longer only so that there can be drafts later
             away_s = self._away_s + (0.0 if self.on or not self.follows else self.costs.read_s(self.costs.plain_s(n)))
-            self._trials.passed(size, counted, n, time.perf_counter(), self._once, away_s)
+            missed = self.guesses is not None and self.on and not self._used and self._misses_most(plan)
+            self._trials.passed(size, counted, n, time.perf_counter(), self._once or missed, away_s)
+            self._missed = self._missed + 1 if missed else 0
+            if self._missed == MISSED:
+                self._trials.give_up(size)
         self._once, self._away_s, self._away_tokens = False, 0.0, 0
-        reads = self._trials is not None and self.guesses is not None and plan is not None and bool(plan.steps)
-        self._unused = self._unused + 1 if reads and self.on and not self._used else 0
-        if self._trials is not None and self._unused == UNUSED:
-            self._trials.give_up(size)
+
+    @staticmethod
+    def _misses_most(plan: StepPlan) -> bool:
+        """Return whether the drafter on the device has missed rows of most sequences that step."""
+        guessed = [text.drafter for text in plan.steps if isinstance(text.drafter, Guessed)]
+        return 2 * sum(drafter.followed for drafter in guessed) < len(guessed)
 
     def away(self, flight: Flight, seconds: float) -> None:
         """Record a pass with prompt tokens that was read."""

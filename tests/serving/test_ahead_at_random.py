@@ -151,10 +151,10 @@ def record(engine):
     passes.capture = lambda step, pool: Replayed(step, passes.rows)
     passes.record_next = drafts.passes.record_next = lambda: False  # a CPU's recordings are not timed
     drafts.passes.record_when_met({})
-    drafts.guesses.record(Recording(), drafts.passes.sizes)
+    drafts.guesses.record(Recording(), drafts.passes.sizes, passes.sizes.totals, passes.sizes.most)
     width = passes.plan.embed(torch.zeros(1, dtype=torch.int64)).shape[1]
     hidden = {i: torch.ones(drafts.passes.sizes[-1], width) for i in (*drafts.guesses.drafter.layers, -1)}
-    drafts._left = (one for _ in range(1000) for one in drafts.guesses.combinations(hidden, passes.sizes.most))
+    drafts._left = (one for _ in range(1000) for one in drafts.guesses.combinations(hidden))
     engine._unrecorded = True
 
 
