@@ -50,8 +50,8 @@ from lowq_cli.engine.plan import plan_of
 
 SPECULATIVE = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 CACHE_TOKENS = 49_152  # of each server: 64 texts of 768 tokens
-REQUESTS = {1: 10, 16: 6, 64: 4}  # of each user, by users
-BEFORE = {1: 10, 16: 6, 64: 2}  # requests of each user that are not counted: lowq tries drafts after 128 passes without any
+REQUESTS = {1: 10, 16: 6, 64: 7}  # of each user, by users
+BEFORE = {1: 10, 16: 6, 64: 3}  # requests of each user that are not counted: lowq tries drafts after 128 passes without any
 VLLM_COUNTS = {
     "num_draft_tokens_total": "draft_tokens_total",
     "num_accepted_tokens_total": "draft_tokens_accepted_total",

@@ -157,6 +157,20 @@ def act_prompts() -> str:
 
 
 @part
+def act_file() -> str:
+    """Seconds of a file of prompts, with activations of 16 bits and of 8."""
+    run = read("h200/prompts_file.json")
+    found = {act: [r for r in run["rows"] if r["act"] == act] for act in ("none", "fp8")}
+    wide, narrow = (
+        {what: sum(r[what] for r in rows) / len(rows) for what in ("answers_s", "seconds")} for rows in found.values()
+    )
+    names = {"answers_s": "the answers", "seconds": "the whole process"}
+    lines = [(n, f"{wide[w]:.1f}", f"{narrow[w]:.1f}", f"{wide[w] / narrow[w]:.2f}") for w, n in names.items()]
+    columns = ("seconds of", ">16 bits", ">`--act fp8`", ">16 bits over fp8")
+    return table(columns, lines) + f"\n{run['device']}, {run['date'][:10]}, torch {run['torch']}, one run.\n"
+
+
+@part
 def act_quality() -> str:
     """What rounding costs in predictions, by width and mode."""
     runs, lines = [read(f"{where}/act_quality.json") for where in ("h200", "cpu")], []

@@ -34,8 +34,8 @@ from lowq_packers.arch.parts import Pages
 NUMBERS = 11
 GROUP = 16  # max. rows of a sequence that attend together: those of a tensor core's tile
 # Max. cache slots that the rows of prompts attend to in a recording, all rows together. Where its kernels read them row by row
-# (caches in few bits, latents), these are up to 4 GB, 1 ms of an H200. Longer prompts are launched kernel by kernel, which takes
-# the host 3 to 6 ms, and read slots for 128 rows at once.
+# (caches in few bits, latents), these are up to 4 GB, 1 ms of an H200. For more slots the kernels, which then read them for 128
+# rows at once, are launched one by one: this takes the host 3 to 6 ms.
 SLOTS = 1 << 20
 LONG = 2048  # tokens of the prompts for which `warm` launches the kernels: more than a recording takes
 
