@@ -155,13 +155,13 @@ class DeviceDrafts:
         texts = [one for one in both if one.row >= 0]
         lasts, rows = [end - 1 for one, end in zip(both, ends, strict=True) if one.row >= 0], [one.row for one in texts]
         at, ids, pos = (self._upload(numbers) for numbers in _places(both, self.shifted)[[2, 4, 5]])
+        pos, going = pos.int(), self._upload([one.row for one in steps])
         if self.shifted:
             ids.index_copy_(0, self._upload(lasts), self.rows.token.index_select(0, self._upload(rows)))
         else:
             assert before is not None
-            ids[:b] = before.index_select(0, self._rows(steps))
-        pos = pos.int()
-        pos[:b] = self.rows.pos.index_select(0, self._rows(steps)) - 1
+            ids[:b] = before.index_select(0, going)
+        pos[:b] = self.rows.pos.index_select(0, going) - 1
         states, plan = self._at(self._upload([one.table for one in both])), self.drafter.plan
         tile, starts = plan.tile, [0, *(end - b for end in ends[b:])]
         spans = list(itertools.pairwise(starts))
@@ -169,8 +169,8 @@ class DeviceDrafts:
         of = np.repeat(np.arange(b, len(both)), [end - first for first, end in spans])
         one = states[0].table
         assert one is not None
-        of, there = (upload(np.array(numbers, np.int32), self.device) for numbers in (of, tiles))
-        packed = Packed(one, of, pos[b:], there)
+        text, there = (upload(np.array(numbers, np.int32), self.device) for numbers in (of, tiles))
+        packed = Packed(one, text, pos[b:], there)
         each = [Run(first, end, 0, p.first, b + i) for i, (p, (first, end)) in enumerate(zip(pieces, spans, strict=True))]
         runs = Runs(each, ends[-1] - b, self.device)
         batch = Batch(plan.ops, ids, b, pos, self.angles, given=packed, given_runs=runs, tile=plan.tile)
@@ -265,8 +265,8 @@ class DeviceDrafts:
 
     def keep(self, numbers: torch.Tensor, after: After) -> Sequence[torch.Tensor]:
         """Write the rows as `write` does, where nothing is guessed after them."""
-        *rows, _ = self._described(numbers, after)
-        self.drafter.keep(*rows)
+        ids, hidden, batch, held, _ = self._described(numbers, after)
+        self.drafter.keep(ids, hidden, batch, held)
         return []
 
     def _described(
@@ -314,9 +314,6 @@ class DeviceDrafts:
     def _size(self, n: int) -> int:
         """Return the number of rows, or of sequences, that are computed for n of them."""
         return next((size for size in self.sizes if size >= n), n)
-
-    def _rows(self, texts: Sequence[Rows]) -> torch.Tensor:
-        return self._upload([one.row for one in texts])
 
     def _at(self, tables: torch.Tensor) -> list[KeyValues]:
         """Return the state with the block tables of some rows."""
