@@ -50,8 +50,8 @@ BEHIND = 2.0
 # second user may come for a short answer, and a sequence whose rows it has missed gets no more guesses of it. To read a pass
 # takes 0.1 to 0.3 ms, a plain pass of an 8B 1.4 to 3.6 (H200): in passes of 64 sequences this is not worth it.
 SHORT = 128
-# Passes in a row without any guess, since the drafter has missed rows of most sequences, after which drafts are turned off: it
-# can guess only for sequences that begin later. To read the passes of 64 sequences takes 5% of their time (H200).
+# Passes of a trial without any guess, since the drafter has missed rows of most sequences, after which drafts are turned off:
+# it can guess only for sequences that begin later. To read the passes of 64 sequences takes 2 to 5% of their time (H200).
 MISSED = 256
 
 
@@ -198,8 +198,8 @@ class DraftRounds:
             away_s = self._away_s + (0.0 if self.on or not self.follows else self.costs.read_s(self.costs.plain_s(n)))
             missed = self.guesses is not None and self.on and not self._used and self._misses_most(plan)
             self._trials.passed(size, counted, n, time.perf_counter(), self._once or missed, away_s)
-            self._missed = self._missed + 1 if missed else 0
-            if self._missed == MISSED:
+            self._missed = self._missed + missed if self.on else 0
+            if missed and self._missed == MISSED:
                 self._trials.give_up(size)
         self._once, self._away_s, self._away_tokens = False, 0.0, 0
 
