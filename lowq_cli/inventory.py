@@ -4,27 +4,23 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lowq_cli import state
+from lowq_cli import cached_models, state
 from lowq_cli.files.folder import BusyError, busy, discard, held, left
 from lowq_cli.files.locks import is_held
 from lowq_cli.files.source import CONFIG, HEAD, HEAD_NOTES, HEAD_STATE
 from lowq_cli.files.weight_files import SINGLE
 from lowq_cli.run import output_folder
-from lowq_packers import home
 from lowq_packers.atomic import sweep
 from lowq_packers.errors import NotFoundError, UsageError
 
 # Kind -> glob in the cache: checkpoints, then the folders of what quantizing generated and measured, one place each.
-CACHED = {"run": "runs/*", "import": "imports/*", "refined": "refined/*", "export": "exports/*/*"}
+CACHED = {**cached_models.KINDS, "export": "exports/*/*"}
 CACHED |= {"own text": "own-text", "sensitivity": "sensitivity", "search": "bounds", "tokenizer": "tokenizers"}
-MODELS = ("run", "import", "refined")  # kinds of CACHED that are models
 UNFINISHED, EXPORT = "unfinished", "export"
 PARTIAL = re.compile(r"(.+)\.[0-9a-f]{12}\.partial")  # the name of an unfinished folder; the group is its final name
-MADE_OF = re.compile(r"(.+?)-[0-9a-f]{16}(?:-.*)?")  # the name of a model's folder in the cache; the group is its model's
 
 
 @dataclass(frozen=True)
@@ -59,36 +55,14 @@ class Holding:
 
 def holdings() -> list[Holding]:
     """All holdings, the newest first, with different short names: paths relative to the working folder, and in the cache
-    `model_name` for the newest one, else the last part of the path."""
-    found = sorted((*_remembered(), *_cached()), key=lambda h: -h.time)
-    here = Path.cwd()
-    outside = {h.path: str(h.path.relative_to(here) if h.path.is_relative_to(here) else h.path) for h in found if not h.cached}
-    taken, result = {*outside.values(), *(h.path.name for h in found if h.cached)}, []
-    for h in found:
-        model = model_name(h.path)
-        name = outside.get(h.path) or (h.path.name if model in taken else model)
-        taken.add(name)
-        result.append(replace(h, short=name))
-    return result
+    `cached_models.names`, else the last part of the path."""
+    here, names = Path.cwd(), cached_models.names()
 
+    def short(path: Path) -> str:
+        outside = path.relative_to(here) if path.is_relative_to(here) else path
+        return names.get(path) or (path.name if state.is_cached(path) else str(outside))
 
-def model_name(folder: Path) -> str:
-    """What a user calls a model: its folder's name, in the cache without what tells versions apart. It is never "demo"."""
-    made_of = MADE_OF.fullmatch(folder.name)
-    if made_of is None or made_of[1] == "demo" or not state.is_cached(folder):
-        return folder.name
-    kind = folder.parent.name
-    return made_of[1] + "-refined" * (kind == "refined") if f"{kind}/*" in [CACHED[k] for k in MODELS] else folder.name
-
-
-def model_path(name: str) -> str:
-    """The folder of a model in the cache that `lowq ls` lists by this name; any other name as it is."""
-    if not name or "/" in name or name == "demo" or state.user_path(name).exists():
-        return name
-    with suppress(NotFoundError):
-        mine = [h for h in holdings() if h.kind in MODELS and name in (h.short, h.path.name) and (h.path / CONFIG).is_file()]
-        return str(mine[0].path) if mine else name
-    return name
+    return [replace(h, short=short(h.path)) for h in sorted((*_remembered(), *_cached()), key=lambda h: -h.time)]
 
 
 def _remembered() -> Iterator[Holding]:
@@ -109,13 +83,9 @@ def _remembered() -> Iterator[Holding]:
 
 
 def _cached() -> Iterator[Holding]:
-    """What the cache holds, without links, because lowq creates none there."""
-    cache = home.cache_dir()
+    """What the cache holds."""
     for kind, pattern in CACHED.items():
-        for path in cache.glob(pattern):
-            parts = path.relative_to(cache).parts
-            if any((cache / Path(*parts[: n + 1])).is_symlink() for n in range(len(parts))):
-                continue
+        for path in cached_models.holds(pattern):
             if named := PARTIAL.fullmatch(path.name):
                 yield _holding(path, UNFINISHED, named[1])
             else:

@@ -149,7 +149,7 @@ def _with_paths(function: Callable[..., None], given: dict[str, Any]) -> dict[st
         if function.__name__ == "rm" or not any(getattr(m, "autocompletion", None) in NAMES_MODELS for m in markers):
             continue
         if isinstance(value := given.get(name), str | list):
-            from lowq_cli.inventory import model_path
+            from lowq_cli.cached_models import model_path
 
             found[name] = [*map(model_path, value)] if isinstance(value, list) else model_path(value)
     return {**given, **found}

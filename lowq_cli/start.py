@@ -90,7 +90,7 @@ def answered(words: Sequence[str]) -> int | None:
             return None
         folder = made
     elif not ("/" in folder or folder == "demo" or os.path.exists(folder)):  # maybe a name of the cache
-        from lowq_cli.inventory import model_path  # takes 0.1 s
+        from lowq_cli.cached_models import model_path
 
         folder = model_path(folder)
     how = (asked.settings, asked.seed, COMMANDS[asked.command], asked.device, False, None)

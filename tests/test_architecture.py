@@ -31,7 +31,7 @@ FLOORS = {  # of each package, the ground first: a folder or file imports from t
     ),
     "lowq_cli": (
         *("ranks", "console", "devices", "workers", "memory", "drawing"),
-        *("state", "running", "sessions", "demo", "recipes", "models"),
+        *("state", "cached_models", "running", "sessions", "demo", "recipes", "models"),
         *("files", "quantizers", "tensor", "hf", "plan", "calibrate", "interop"),
         *("output", "engine", "loading", "evaluate", "run", "inventory", "tuning", "serving"),
         *("checkup", "vllm_plugin", "run_output", "thinking", "generation", "line_input", "completion", "commands", "main"),

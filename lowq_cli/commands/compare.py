@@ -22,7 +22,7 @@ def compare(
         typer.Argument(
             metavar="MODEL",
             help="Two or more models; the others are compared with the first.",
-            autocompletion=completion.checkpoints,
+            autocompletion=completion.models,
         ),
     ],
     text: JudgeText = None,
@@ -62,9 +62,12 @@ def compare(
 
 def _show(rows: "list[Compared]") -> None:
     """A line per model."""
+    from lowq_cli import cached_models
+
+    short = {str(folder): name for folder, name in cached_models.names().items()}
     shown = [
         (
-            r.model, console.size(r.bytes), f"{r.bpw:.2f}", f"{r.ppl:.3f}",
+            short.get(r.model, r.model), console.size(r.bytes), f"{r.bpw:.2f}", f"{r.ppl:.3f}",
             "" if r.ppl_increase_pct is None else f"{r.ppl_increase_pct:+.2f}%", "" if r.kl is None else f"{r.kl:.5f}",
             "" if r.top1_agreement is None else f"{r.top1_agreement:.2%}", f"{r.decode_tps:,.0f}",
         )
@@ -72,5 +75,5 @@ def _show(rows: "list[Compared]") -> None:
     ]  # fmt: skip
     columns = ("model", ">size", ">bits per weight", ">perplexity", ">increase", ">KL", ">same top-1", ">tokens/s")
     first = rows[0]
-    title = f"{first.tokens} tokens in windows of {first.window}, against {first.model}"
+    title = f"{first.tokens} tokens in windows of {first.window}, against {short.get(first.model, first.model)}"
     console.table(title, columns, shown, on_stdout=True, spare=(">increase",))

@@ -17,6 +17,7 @@ from pathlib import Path
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
+from lowq_cli import cached_models
 from lowq_cli.files.mapped_file import MappedFile, state_of
 from lowq_cli.files.resolution import check_companions, check_config
 from lowq_cli.files.safetensors_io import (
@@ -278,10 +279,11 @@ def _refuse_mistyped(name: str) -> None:
 
 
 def nearby(name: str) -> str:
-    """A question, "did you mean ...?", with the most similar name among sibling folders and known checkpoints, or ""."""
+    """The most similar name of a sibling folder, a known checkpoint or a cached model: "did you mean ...?"; or ""."""
     path = user_path(name)
     siblings = [p for p in path.parent.glob("*") if (p / CONFIG).is_file() or p.suffix == ".gguf"]
     spelled = {p.name: str(p) for p in (*(k.checkpoint for k in known()), *siblings)}
+    spelled |= {name: name for name in cached_models.names().values()}
     spelled["demo"] = "demo"  # the bundled model takes precedence over a folder of that name
     near = difflib.get_close_matches(path.name, spelled, n=1, cutoff=0.75)
     return f"did you mean {spelled[near[0]]}?" if near else ""

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lowq_cli.cached_models import called
 from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor, is_checkpoint, open_checkpoint
 from lowq_cli.files.folder import check_apart, check_room, new_folder, sweep, unfinished_bytes
 from lowq_cli.files.safetensors_io import TensorHeader
@@ -128,7 +129,7 @@ def export_bytes(checkpoint: Checkpoint) -> int:
 
 def export_path(source: str | os.PathLike[str], to: str, out: str | os.PathLike[str] | None = None) -> Path:
     """Where an export of `source` is written. Raises UsageError for a GGUF file whose name does not end in .gguf."""
-    one_file, name = WRITTEN[to].one_file, Path(source).resolve().name
+    one_file, name = WRITTEN[to].one_file, called(source)
     path = Path(out or (f"{name}.{to}" if one_file else f"{name}-{to}"))
     if one_file and path.suffix != f".{to}":
         raise UsageError(f"--out {path}: the name of a GGUF file ends in .gguf; use --out {as_argument(f'{path}.gguf')}")
@@ -147,7 +148,7 @@ def with_weights(model: str | os.PathLike[str]) -> Checkpoint:
 
 def mixture_path(model: str | os.PathLike[str], kind: str) -> Path:
     """The default path of a model as a GGUF file with a mixture of types."""
-    return Path(f"{Path(model).resolve().name.removesuffix('.gguf')}-{kind.upper()}.gguf")
+    return Path(f"{called(model).removesuffix('.gguf')}-{kind.upper()}.gguf")
 
 
 def _quantized_gguf(

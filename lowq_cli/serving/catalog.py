@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from lowq_cli import inventory, state
+from lowq_cli.cached_models import DRAFTERS, called, model_name, model_path
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.files.source import CONFIG, DEMO
 from lowq_cli.files.templates import has_template
@@ -181,18 +182,24 @@ def _offer(name: str, given: Mapping[str, Any], where: str, folder: Path) -> Off
         raise UsageError(f"{where}: {e}") from None
     if not all(isinstance(a, str) for a in given.get("aliases", ())):
         raise UsageError(f"{where}: aliases must be a list of names")
-    path = given["path"]
-    local = _in_folder(folder, path)
+    if (draft := how.get("draft", DRAFTERS[0])) not in DRAFTERS:
+        how["draft"] = _model(folder, draft, where)
     alive = None if "keep_alive" not in given else seconds(given["keep_alive"], f"{where}: keep_alive")
     return Offer(
         name,
-        str(local) if _exists(local, where) else path,
+        _model(folder, given["path"], where),
         how,
         given.get("pin", False),
         alive,
         draw,
         tuple(given.get("aliases", ())),
     )
+
+
+def _model(folder: Path, name: str, where: str) -> str:
+    """Return the path of a model that the file in this folder names, by a path or as an argument of a command."""
+    local = _in_folder(folder, name)
+    return str(local) if _exists(local, where) else model_path(name)
 
 
 def _exists(path: Path, where: str) -> bool:
@@ -220,11 +227,9 @@ def gather(config: Config, folders: Sequence[str] = (), first: Offer | None = No
 
 
 def _written() -> list[tuple[str, Path]]:
-    """Return names and folders of the models that `lowq ls` lists, the newest first."""
+    """Return names and folders of the models that `lowq ls` lists: those outside of the cache, then the newest first."""
     written = [h for h in inventory.holdings() if h.kind in OFFERED and (h.path / CONFIG).is_file()]
-    outside = {h.path.name for h in written if not h.cached}
-    names = [h.path.name if (name := inventory.model_name(h.path)) in outside else name for h in written]
-    return list(zip(names, (h.path.absolute() for h in written), strict=True))
+    return [(model_name(h.path), h.path.absolute()) for h in sorted(written, key=lambda h: h.cached)]
 
 
 def _in_folders(folders: Sequence[str]) -> list[tuple[str, Path]]:
@@ -240,7 +245,7 @@ def _in_folders(folders: Sequence[str]) -> list[tuple[str, Path]]:
         inner = sorted(folder.iterdir())
         files = [p for p in inner if p.suffix == ".gguf" and p.is_file() and "mmproj" not in p.name]  # towers, found by models
         models += [p.absolute() for p in inner if (p / CONFIG).is_file() or p in files]
-    return [(p.stem if p.suffix == ".gguf" else p.name, p) for p in models]
+    return [(p.stem if p.suffix == ".gguf" else model_name(p), p) for p in models]
 
 
 def size(value: str | int, where: str) -> int:
@@ -264,5 +269,5 @@ def seconds(value: str | float, where: str) -> float:
 
 def given_name(model: str) -> str:
     """Return the name that clients use for a model given as a path or hub id: its folder's name, or its hub id."""
-    folder = state.user_path(model).absolute()
-    return inventory.model_name(folder if state.is_cached(folder) else folder.resolve()) if folder.is_dir() else model
+    folder = state.user_path(model)
+    return called(folder) if folder.is_dir() else model

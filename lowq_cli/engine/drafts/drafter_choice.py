@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lowq_cli.cached_models import DRAFTERS
 from lowq_cli.engine.drafts.drafter import DeviceDrafter, HostDrafter, NoDrafts, PagedDrafter
 from lowq_cli.engine.drafts.drafting import FromHost, OnDevice, is_large
 from lowq_cli.engine.drafts.ngram import NGram
@@ -15,7 +16,6 @@ from lowq_cli.state import user_path
 from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
 from lowq_packers.regular import MAX_CONFIG, read_text
 
-NAMES = ("auto", "ngram", "mtp", "none")
 # Devices on which "auto" means n-grams if no head was trained; on a GPU it does so in `generate` with large models (`is_large`)
 BY_NGRAMS = ("cpu",)
 LITTLE = 1.25  # tokens per step below which a head saves no time: a guess and its check take so many steps of an 8B (H200)
@@ -23,9 +23,10 @@ LITTLE = 1.25  # tokens per step below which a head saves no time: a guess and i
 
 def check(draft: str) -> str:
     """Returns `draft`. Raises UsageError for an unknown name, NotFoundError for a folder without a checkpoint."""
-    if draft not in (*NAMES, "demo") and "/" not in draft and not user_path(draft).exists():
-        raise UsageError(f"--draft {draft} must be {', '.join(NAMES)}, or the folder of a draft head or model")
-    if draft not in NAMES:
+    if draft not in (*DRAFTERS, "demo") and "/" not in draft and not user_path(draft).exists():
+        known = ", ".join(DRAFTERS)
+        raise UsageError(f"--draft {draft} must be {known}, or a draft head or model: a folder, or a name of lowq ls")
+    if draft not in DRAFTERS:
         check_there(draft)
     return draft
 

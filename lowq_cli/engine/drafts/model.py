@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from lowq_cli.cached_models import called
 from lowq_cli.engine.batch import Batch, KeyValues, States
 from lowq_cli.engine.drafts.drafter import Angles, DraftRows, LastRows
 from lowq_cli.engine.drafts.static_cache import StaticCache
@@ -98,4 +99,4 @@ def load(folder: str, model: Any, tokenizer: Any) -> ModelDrafter:
         raise UsageError(
             f"{folder} has another tokenizer than the model, so its drafts cannot be checked; use one of the same family"
         )
-    return ModelDrafter(plan_of(small), folder.rstrip("/").rsplit("/", 1)[-1], plan_of(model).vocabulary)
+    return ModelDrafter(plan_of(small), called(folder), plan_of(model).vocabulary)
