@@ -4,10 +4,14 @@ Nothing heavy is imported, as the shell runs this at every press of Tab. If noth
 folders and files.
 """
 
+import io
 import os
+import re
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout, suppress
 
 Complete = Callable[[str], list[str]]
+ASKED = "_LOWQ_COMPLETE"  # the variable by which a shell asks, as Typer's scripts for shells set it
 
 
 def words(*known: str) -> Complete:
@@ -16,17 +20,26 @@ def words(*known: str) -> Complete:
 
 
 def checkpoints(incomplete: str) -> list[str]:
-    """Checkpoints that this user wrote (relative paths below the working folder), and folders through which a path can lead."""
-    from lowq_cli import state
-
-    here = os.getcwd() + os.sep
-    known = [str(k.checkpoint).removeprefix(here) for k in reversed(state.known())]
-    return [name for name in dict.fromkeys((*known, *_folders(incomplete))) if name.startswith(incomplete)]
+    """Checkpoints that this user wrote (relative paths below the working folder), models in the cache by their short names, and
+    folders through which a path can lead."""
+    return _matching(incomplete, *_written(), *_folders(incomplete))
 
 
 def models(incomplete: str) -> list[str]:
-    """Models to quantize: the bundled model, and folders."""
-    return [name for name in ("demo", *_folders(incomplete)) if name.startswith(incomplete)]
+    """All models: the bundled one, those of `checkpoints`, and GGUF files."""
+    return _matching(incomplete, "demo", *_written(), *_folders(incomplete, ".gguf"))
+
+
+def originals(incomplete: str) -> list[str]:
+    """Models that lowq did not write: the bundled one, folders, and GGUF files."""
+    return _matching(incomplete, "demo", *_folders(incomplete, ".gguf"))
+
+
+def drafts(incomplete: str) -> list[str]:
+    """Drafters: what `--draft` calls by a word, and models."""
+    from lowq_cli.cached_models import DRAFTERS
+
+    return _matching(incomplete, *DRAFTERS, *_written(), *_folders(incomplete))
 
 
 def methods(incomplete: str) -> list[str]:
@@ -57,14 +70,62 @@ def types(incomplete: str) -> list[str]:
     return words(*MIXTURES)(incomplete.upper())
 
 
-def _folders(incomplete: str) -> list[str]:
-    """Folders that match the incomplete path; folders with a model come before other folders."""
+def _matching(incomplete: str, *names: str) -> list[str]:
+    """The names that begin so, without those that a shell cannot show and hand back: of several lines, not UTF-8, and for zsh
+    with quotes, which Typer's script for it does not keep."""
+    lost = "'\"\\" if os.environ.get(ASKED) == "complete_zsh" else ""
+    return [n for n in dict.fromkeys(names) if n.startswith(incomplete) and n.isprintable() and not set(lost) & set(n)]
+
+
+def _written() -> list[str]:
+    """Checkpoints and models in the cache, as commands take them."""
+    from lowq_cli import cached_models, state
+    from lowq_packers.errors import NotFoundError
+
+    known = list[str]()
+    with suppress(OSError, NotFoundError):  # no working folder, no home
+        here = os.getcwd() + os.sep
+        known = [str(k.checkpoint).removeprefix(here) for k in reversed(state.known())]
+    return [*known, *cached_models.names().values()]
+
+
+def _folders(incomplete: str, *suffixes: str) -> list[str]:
+    """Folders that match the incomplete path, and files with these suffixes; folders with a model come first."""
     parent = os.path.dirname(incomplete)
     try:
-        folders = [os.path.join(parent, e.name) for e in os.scandir(parent or ".") if e.is_dir() and not e.name.startswith(".")]
+        paths = [os.path.join(parent, name) for name in os.listdir(parent or ".") if not name.startswith(".")]
     except OSError:
         return []
-    return sorted(folders, key=lambda f: (not os.path.isfile(os.path.join(f, "config.json")), f))
+    found = [path for path in paths if path.endswith(suffixes) or os.path.isdir(path)]
+    return sorted(found, key=lambda f: (not os.path.isfile(os.path.join(f, "config.json")), f))
+
+
+def answer(complete: Callable[[], object]) -> str:
+    """What `complete` prints for the shell that asks, without errors and warnings, which would stand in the line that is typed.
+    In bash, names are quoted as the word is that they complete; it makes three words of --draft=NAME, which Typer does not."""
+    from lowq_cli import console
+
+    given, at = os.environ.get("COMP_WORDS", ""), int(os.environ.get("COMP_CWORD", "0"))
+    typed = re.sub(r"(?<=\n)(--[\w-]+\n)=(\n|$)", r"\1", given)
+    at -= given.count("\n") - typed.count("\n")
+    os.environ |= {"COMP_WORDS": typed, "COMP_CWORD": str(at)}
+    printed = io.StringIO()
+    try:
+        with suppress(SystemExit), redirect_stdout(printed), redirect_stderr(io.StringIO()):
+            complete()
+    except Exception as e:  # any error costs the completion, and is shown where somebody asks for it
+        if os.environ.get("LOWQ_DEBUG"):
+            console.fail(f"{type(e).__name__}: {e}")
+    if os.environ[ASKED] != "complete_bash":
+        return printed.getvalue()
+    mark = "".join(typed.split("\n")[at : at + 1])[:1]
+    return "\n".join(_quoted(name, mark) for name in printed.getvalue().split("\n"))
+
+
+def _quoted(name: str, mark: str) -> str:
+    """A name as bash reads it in a word that begins with this mark."""
+    special = {"'": r"(')", '"': r'(["$`\\])'}.get(mark, r"([^\w./+,%-])")
+    return re.sub(special, r"'\\''" if mark == "'" else r"\\\1", name)
 
 
 devices = words("auto", "cpu", "cuda")

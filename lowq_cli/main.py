@@ -124,7 +124,8 @@ class _Stopped(Exception):
     """Ctrl-C, with the command's message about it: Typer would end the process without a message."""
 
 
-NAMES_MODELS = (completion.checkpoints, completion.models)  # how the parameters of commands that name a model are completed
+# How the parameters of commands that name a model are completed
+NAMES_MODELS = (completion.checkpoints, completion.models, completion.originals, completion.drafts)
 TEXTS = ("prompt", "words", "system", "args")  # the parameters of commands whose value may be an empty text
 
 
@@ -240,6 +241,9 @@ def run(failed: BaseException | None = None) -> None:
     hf.leave_out()
     if ranks.rank():
         console.only_errors()
+    if os.environ.get(completion.ASKED, "").startswith("complete_"):
+        sys.stdout.write(completion.answer(partial(_parser(""), [], prog_name="lowq")))
+        _end(0)
     code = main(sys.argv[1:], failed)
     if ranks.world() > 1:
         _leave_group()

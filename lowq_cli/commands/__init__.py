@@ -45,7 +45,7 @@ Draft = Annotated[
         "--draft",
         metavar="NAME|FOLDER",
         help="Speculative decoding, the same text sooner: auto, ngram, mtp, none, or the folder of a draft head or model.",
-        autocompletion=completion.words("auto", "ngram", "mtp", "none"),
+        autocompletion=completion.drafts,
     ),
 ]
 

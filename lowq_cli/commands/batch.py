@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowq_cli import console
+from lowq_cli import completion, console
 from lowq_cli.commands import Device, KvCache, checkpoint_argument, option
 from lowq_packers.errors import UsageError
 
@@ -27,7 +27,8 @@ def batch(
     ckpt: Annotated[str | None, checkpoint_argument("The model for requests that name it, or none.")] = None,
     out: Annotated[str | None, option("File for the answers.  [default: FILE.answers.jsonl]", metavar="FILE")] = None,
     models: Annotated[
-        list[str] | None, typer.Option("--models", metavar="DIR", help="A folder of models that requests name; repeatable.")
+        list[str] | None,
+        option("A folder of models that requests name; repeatable.", completion.checkpoints, "DIR", "--models"),
     ] = None,
     config: Annotated[
         str | None, typer.Option("--config", metavar="FILE.toml", help="Names and options of models, as for lowq serve.")

@@ -21,7 +21,7 @@ def inspect(
         typer.Argument(
             metavar="MODEL",
             help="Model folder, hub id or demo. Default: the checkpoint written last.",
-            autocompletion=completion.checkpoints,
+            autocompletion=completion.models,
         ),
     ] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="Print one line per tensor.")] = False,

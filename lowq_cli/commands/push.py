@@ -5,8 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
-from lowq_cli import console
-from lowq_cli.commands import AsJson
+from lowq_cli import completion, console
+from lowq_cli.commands import AsJson, option
 
 EXAMPLES = """Examples:
   lowq push me/my-model-4bit --dry-run
@@ -15,8 +15,8 @@ EXAMPLES = """Examples:
 
 def push(
     repo: Annotated[str, typer.Argument(metavar="REPO", help="Repository on the hub, as name/model.")],
-    ckpt: Annotated[str | None, typer.Option(help="Checkpoint folder. Default: the last one written.")] = None,
-    against: Annotated[str | None, typer.Option(help="The original, to state both perplexities on the card.")] = None,
+    ckpt: Annotated[str | None, option("Checkpoint folder. Default: the last one written.", completion.checkpoints)] = None,
+    against: Annotated[str | None, option("The original, to state both perplexities on the card.", completion.models)] = None,
     private: Annotated[bool, typer.Option("--private", help="Make a private repository.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the card and the files, and send nothing.")] = False,
     as_json: AsJson = False,

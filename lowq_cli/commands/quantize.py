@@ -112,7 +112,7 @@ def quantize(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", help="Model folder, hub id, or demo (the bundled model).", autocompletion=completion.models
+            metavar="MODEL", help="Model folder, hub id, or demo (the bundled model).", autocompletion=completion.originals
         ),
     ],
     plot: Annotated[

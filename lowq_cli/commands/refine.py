@@ -26,9 +26,14 @@ EXAMPLES = """Examples:
 
 def refine(
     ckpt: Annotated[
-        str, typer.Argument(metavar="CKPT", help="Another tool's checkpoint: GPTQ, GGUF, compressed-tensors, MLX, ...")
+        str,
+        typer.Argument(
+            metavar="CKPT",
+            help="Another tool's checkpoint: GPTQ, GGUF, compressed-tensors, MLX, ...",
+            autocompletion=completion.originals,
+        ),
     ],
-    model: Annotated[str, option("The model it was made from.", completion.models)] = "",
+    model: Annotated[str, option("The model it was made from.", completion.originals)] = "",
     calib: Annotated[
         str | None,
         option("Text: self, .txt, .jsonl or bundled.  [default: self, unless that is more work]", None, "self|FILE|DIR"),

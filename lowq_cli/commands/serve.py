@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lowq_cli import completion, console
-from lowq_cli.commands import Activations, Device, Draft, KvCache
+from lowq_cli.commands import Activations, Device, Draft, KvCache, option
 from lowq_cli.serving.token_budget import PREFER
 from lowq_packers.errors import LowqError, UnsupportedError, UsageError
 
@@ -46,7 +46,8 @@ def serve(
         ),
     ] = None,
     models: Annotated[
-        list[str] | None, typer.Option("--models", metavar="DIR", help="Also serve all models in this folder; repeatable.")
+        list[str] | None,
+        option("Also serve all models in this folder; repeatable.", completion.checkpoints, "DIR", "--models"),
     ] = None,
     config: Annotated[
         str | None,

@@ -1,7 +1,5 @@
 """lowq run, ls and rm: a model is quantized into the cache once, ls lists it, and rm removes nothing else."""
 
-import importlib
-import inspect
 import io
 import json
 import os
@@ -15,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lowq_cli import completion, inventory, main, state
+from lowq_cli import inventory, main, state
 from lowq_cli.files import folder
 from lowq_cli.serving.catalog import Config, gather, given_name
 
@@ -168,19 +166,6 @@ def test_rm_asks_in_a_terminal(lowq, tmp_path, monkeypatch):
     assert mine.is_dir()
     assert lowq("rm", "mine")[0] == 0
     assert not mine.exists()
-
-
-def test_values_complete(lowq, tmp_path, monkeypatch):
-    state.remember(written(tmp_path / "mine"))
-    assert completion.checkpoints("m") == ["mine"]
-    assert completion.methods("g") == ["gptq"]
-    assert completion.zeros("") == ["float", "int", "none"]
-    assert completion.exports("g") == ["gptq", "gguf"]
-    assert completion.models("d")[0] == "demo"
-    monkeypatch.setenv("_LOWQ_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_WORDS", "lowq quantize demo --method h")
-    monkeypatch.setenv("COMP_CWORD", "4")
-    assert "hqq" in lowq()[1]
 
 
 RUN = "from lowq_cli.main import run; run()"
@@ -370,15 +355,3 @@ def test_commands_take_the_short_name_of_a_model_in_the_cache(lowq, demo4, tmp_p
     assert lowq("compare", "mine", "min", "--device", "cpu")[0] == 3
     shutil.copytree(demo4, tmp_path / "mine")  # a folder of that name comes first
     assert json.loads(lowq("inspect", "mine", "--json")[1])["path"] == "mine"
-
-
-def test_every_command_that_takes_a_model_takes_such_a_name():
-    """Except of those that are given a name of `lowq ps`, and files of other tools."""
-    missing = set()
-    for command in main.ORDER:
-        function = getattr(importlib.import_module(f"lowq_cli.commands.{command}"), command)
-        for parameter in inspect.signature(function).parameters.values():
-            for marker in getattr(parameter.annotation, "__metadata__", ()):
-                if getattr(marker, "metavar", "") in ("CKPT", "MODEL") and marker.autocompletion not in main.NAMES_MODELS:
-                    missing.add(command)
-    assert missing == {"stop", "refine"}
