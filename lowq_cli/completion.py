@@ -100,26 +100,30 @@ def _folders(incomplete: str, *suffixes: str) -> list[str]:
     return sorted(found, key=lambda f: (not os.path.isfile(os.path.join(f, "config.json")), f))
 
 
-def answer(complete: Callable[[], object]) -> str:
-    """What `complete` prints for the shell that asks, without errors and warnings, which would stand in the line that is typed.
-    In bash, names are quoted as the word is that they complete; it makes three words of --draft=NAME, which Typer does not."""
+def answer(complete: Callable[[str], object]) -> tuple[str, int]:
+    """What `complete` prints for the shell that asks, given the command, and its exit code, which fish looks at.
+
+    Without errors and warnings, which would stand in the line that is typed. In bash, names are quoted as the word is that they
+    complete; it makes three words of --draft=NAME, which Typer does not."""
     from lowq_cli import console
 
     given, at = os.environ.get("COMP_WORDS", ""), int(os.environ.get("COMP_CWORD", "0"))
     typed = re.sub(r"(?<=\n)(--[\w-]+\n)=(\n|$)", r"\1", given)
     at -= given.count("\n") - typed.count("\n")
     os.environ |= {"COMP_WORDS": typed, "COMP_CWORD": str(at)}
-    printed = io.StringIO()
+    printed, code = io.StringIO(), 0
     try:
-        with suppress(SystemExit), redirect_stdout(printed), redirect_stderr(io.StringIO()):
-            complete()
+        with redirect_stdout(printed), redirect_stderr(io.StringIO()):
+            complete("".join((typed or os.environ.get("_TYPER_COMPLETE_ARGS", "")).split()[1:2]))
+    except SystemExit as e:
+        code = int(e.code or 0)
     except Exception as e:  # any error costs the completion, and is shown where somebody asks for it
         if os.environ.get("LOWQ_DEBUG"):
             console.fail(f"{type(e).__name__}: {e}")
     if os.environ[ASKED] != "complete_bash":
-        return printed.getvalue()
+        return printed.getvalue(), code
     mark = "".join(typed.split("\n")[at : at + 1])[:1]
-    return "\n".join(_quoted(name, mark) for name in printed.getvalue().split("\n"))
+    return "\n".join(_quoted(name, mark) for name in printed.getvalue().split("\n")), code
 
 
 def _quoted(name: str, mark: str) -> str:

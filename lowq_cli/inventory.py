@@ -4,6 +4,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -93,8 +94,11 @@ def _cached() -> Iterator[Holding]:
 
 
 def _holding(path: Path, kind: str, target: str = "") -> Holding:
-    files = [p.lstat() for p in [path, *path.rglob("*")] if not p.is_dir() or p.is_symlink()]
-    changed = max((f.st_mtime for f in files), default=path.stat().st_mtime)
+    files = []
+    for p in (path, *path.rglob("*")):
+        with suppress(OSError):  # another process has just removed it, or this user may not see it
+            files += [p.lstat()] if not p.is_dir() or p.is_symlink() else []
+    changed = max((f.st_mtime for f in files), default=0) or path.lstat().st_mtime
     return Holding(path, kind, sum(f.st_size for f in files), changed, target)
 
 

@@ -242,8 +242,9 @@ def run(failed: BaseException | None = None) -> None:
     if ranks.rank():
         console.only_errors()
     if os.environ.get(completion.ASKED, "").startswith("complete_"):
-        sys.stdout.write(completion.answer(partial(_parser(""), [], prog_name="lowq")))
-        _end(0)
+        text, code = completion.answer(lambda verb: _parser(verb)([], prog_name="lowq"))
+        sys.stdout.write(text)
+        _end(code)
     code = main(sys.argv[1:], failed)
     if ranks.world() > 1:
         _leave_group()

@@ -26,6 +26,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
@@ -228,7 +229,7 @@ def gather(config: Config, folders: Sequence[str] = (), first: Offer | None = No
 
 def _written() -> list[tuple[str, Path]]:
     """Return names and folders of the models that `lowq ls` lists: those outside of the cache, then the newest first."""
-    written = [h for h in inventory.holdings() if h.kind in OFFERED and (h.path / CONFIG).is_file()]
+    written = [h for h in inventory.holdings() if h.kind in OFFERED and isfile(h.path / CONFIG)]
     return [(model_name(h.path), h.path.absolute()) for h in sorted(written, key=lambda h: h.cached)]
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from lowq_cli import cached_models, completion, state
+from lowq_cli import cached_models, completion, inventory, state
+from lowq_cli.serving import catalog
 
 HOSTILE = (
     "my model",
@@ -85,6 +86,9 @@ def test_values_complete(here):
         ("lowq serve --models mis", ["mistral"]),
         ("lowq eval --against mis", ["mistral"]),
         ("lowq push me/x --ckpt mis", ["mistral"]),
+        ("lowq gen", ["generate"]),
+        ("lowq run", ["run"]),
+        ("lowq generate --dr", ["--draft"]),
         ("lowq quantize mis", [""]),  # it takes no model of lowq
     ):
         assert in_bash(line.split()) == (found, ""), line
@@ -138,6 +142,19 @@ def test_zsh_is_given_no_name_with_quotes(here):
     assert done.stderr == ""
     assert "my model" in done.stdout
     assert not any(name in done.stdout for name in ("it", "say", "slash", "lines", "caf", "bell"))
+
+
+def test_fish_asks_whether_and_what(here):
+    cached("my model")
+    for action, line, expected in (
+        ("is-args", "lowq generate m", (0, "")),
+        ("is-args", "lowq generate q", (1, "")),
+        ("get-args", "lowq generate m", (0, "my model\n")),
+        ("get-args", "lowq generate --draft m", (0, "mtp\nmy model\n")),
+    ):
+        env = {**os.environ, completion.ASKED: "complete_fish", "_TYPER_COMPLETE_FISH_ACTION": action}
+        done = subprocess.run(["lowq"], env=env | {"_TYPER_COMPLETE_ARGS": line}, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (*expected, "")
 
 
 def nothing(cache):
@@ -206,23 +223,26 @@ def test_what_may_not_be_read_costs_only_itself(place, mode, monkeypatch):
                 assert not os.access(changed, os.R_OK, effective_ids=True)
             found, offered = cached_models.names().values(), completion.checkpoints("")
             cached_models.model_path("mine")
+            holdings, served = (inventory.holdings(), catalog.gather(catalog.Config())) if place.count("/") else ([], {})
         finally:
             os.seteuid(before)
             changed.chmod(0o755)
         assert {*found} <= {*offered} & {"mine", "other"}
         assert ("other" in found) or not place
         assert "mine" in found or place.count("/") < 2
+        assert {h.path.name[:-17] for h in holdings} >= {"mine", "other"} or place.count("/") < 1
+        assert "other" in served or place.count("/") < 1
 
 
 def test_completion_fails_in_silence(here, capfd, monkeypatch):
     monkeypatch.setenv(completion.ASKED, "complete_bash")
 
-    def damaged():
+    def damaged(verb):
         print("half a line")
         print("a warning", file=sys.stderr)
         raise ValueError
 
-    assert completion.answer(damaged) == "half\\ a\\ line\n"
+    assert completion.answer(damaged) == ("half\\ a\\ line\n", 0)
     assert capfd.readouterr() == ("", "")
     monkeypatch.setenv("LOWQ_DEBUG", "1")
     completion.answer(damaged)
@@ -234,7 +254,7 @@ def test_completion_fails_in_silence(here, capfd, monkeypatch):
 def test_nothing_heavy_is_imported(here):
     cached("mine")
     code = "import sys; from lowq_cli import completion, main\n"
-    code += "print(completion.answer(lambda: main._parser('')([], prog_name='lowq')), *sys.modules)"
+    code += "print(completion.answer(lambda verb: main._parser(verb)([], prog_name='lowq'))[0], *sys.modules)"
     env = {**os.environ, completion.ASKED: "complete_bash", "COMP_WORDS": "lowq\ngenerate\nm", "COMP_CWORD": "2"}
     said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout.split()
     assert said[0] == "mine"
