@@ -31,8 +31,13 @@ def models(incomplete: str) -> list[str]:
 
 
 def originals(incomplete: str) -> list[str]:
-    """Models that lowq did not write: the bundled one, folders, and GGUF files."""
+    """Models to quantize: the bundled one, folders, and GGUF files."""
     return _matching(incomplete, "demo", *_folders(incomplete, ".gguf"))
+
+
+def quantized(incomplete: str) -> list[str]:
+    """What other tools have quantized: folders and GGUF files."""
+    return _matching(incomplete, *_folders(incomplete, ".gguf"))
 
 
 def drafts(incomplete: str) -> list[str]:

@@ -125,7 +125,7 @@ class _Stopped(Exception):
 
 
 # How the parameters of commands that name a model are completed
-NAMES_MODELS = (completion.checkpoints, completion.models, completion.originals, completion.drafts)
+NAMES_MODELS = (completion.checkpoints, completion.models, completion.drafts, completion.originals, completion.quantized)
 TEXTS = ("prompt", "words", "system", "args")  # the parameters of commands whose value may be an empty text
 
 

@@ -30,7 +30,7 @@ def refine(
         typer.Argument(
             metavar="CKPT",
             help="Another tool's checkpoint: GPTQ, GGUF, compressed-tensors, MLX, ...",
-            autocompletion=completion.originals,
+            autocompletion=completion.quantized,
         ),
     ],
     model: Annotated[str, option("The model it was made from.", completion.originals)] = "",

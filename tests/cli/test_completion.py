@@ -89,9 +89,10 @@ def test_values_complete(here):
         ("lowq gen", ["generate"]),
         ("lowq run", ["run"]),
         ("lowq generate --dr", ["--draft"]),
+        ("lowq refine ", ["mine", "m.gguf"]),
         ("lowq quantize mis", [""]),  # it takes no model of lowq
     ):
-        assert in_bash(line.split()) == (found, ""), line
+        assert in_bash(line.split(" ")) == (found, ""), line
 
 
 @pytest.mark.parametrize("mark", ["", "'", '"'])
