@@ -23,7 +23,7 @@ from lowq_cli.engine.plan import Plan
 from lowq_cli.engine.state import BLOCK
 from lowq_cli.serving.batch_state import BatchState
 from lowq_cli.serving.draft_graphs import After, Compute, DraftGraphs
-from lowq_cli.serving.model_runner import ModelRunner
+from lowq_cli.serving.model_runner import ModelRunner, most_recorded
 from lowq_kernels.decode.reference import Packed
 from lowq_kernels.decode.runs import Run, Runs
 from lowq_packers.arch.parts import Pages
@@ -34,7 +34,7 @@ from lowq_packers.arch.parts import Pages
 NUMBERS = 11
 GROUP = 16  # max. rows of a sequence that attend together: those of a tensor core's tile
 # Max. cache slots that the rows of prompts attend to in a recording, all rows together. Where its kernels read them row by row
-# (caches in few bits, latents), these are up to 4 GB, 1 ms of an H200. For more slots the kernels, which then read them for 128
+# (latents, chunked attention), these are up to 4 GB, 1 ms of an H200. For more slots the kernels, which then read them for 128
 # rows at once, are launched one by one: this takes the host 3 to 6 ms.
 SLOTS = 1 << 20
 LONG = 2048  # tokens of the prompts for which `warm` launches the kernels: more than a recording takes
@@ -346,6 +346,13 @@ def _places(texts: Sequence[Rows], shifted: bool) -> np.ndarray:
             tokens[end - one.n : end - one.n + len(known)] = known
     table, at, of, first = np.repeat((table, at, np.where(samples, np.cumsum(samples) - 1, 0), first), n, 1)
     return np.stack((table, within, at + within, of, tokens, np.where(first < 0, -1, first + within)))
+
+
+def recorded_totals(drafter: PagedDrafter, state: Sequence[KeyValues], totals: Sequence[int]) -> list[int]:
+    """Return those of `totals`, numbers of rows of passes with prompts, after which a drafter's work is recorded: as many as
+    passes of its own layers may have. Experts that no kernel takes would be copied for each row in every replay."""
+    most = min(most_recorded(drafter.plan, state), drafter.plan.most_recorded)
+    return [M for M in totals if most >= M]
 
 
 def why_not(drafter: PagedDrafter, plan: Plan) -> str:

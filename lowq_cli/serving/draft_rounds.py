@@ -19,7 +19,7 @@ from lowq_cli.engine.drafts.ngram import NGram
 from lowq_cli.engine.drafts.rates import BEFORE, Rates
 from lowq_cli.engine.plan import Plan
 from lowq_cli.engine.sampling import drawable, not_finite
-from lowq_cli.serving.device_drafts import DeviceDrafts, Rows
+from lowq_cli.serving.device_drafts import DeviceDrafts, Rows, recorded_totals
 from lowq_cli.serving.device_drafts import why_not as drafter_why_not
 from lowq_cli.serving.draft_budget import Answers, Choice, choose
 from lowq_cli.serving.draft_costs import DraftCosts
@@ -28,7 +28,6 @@ from lowq_cli.serving.draft_trials import Trials
 from lowq_cli.serving.flight import Flight
 from lowq_cli.serving.guessing import Guessed, TextDrafter, better
 from lowq_cli.serving.model_runner import ModelRunner
-from lowq_cli.serving.pass_sizes import RECORDED
 from lowq_cli.serving.prompt_chunk import Piece
 from lowq_cli.serving.sampler import Special
 from lowq_cli.serving.scheduler import Scheduler, StepPlan
@@ -93,7 +92,7 @@ class DraftChoice(NamedTuple):
             state = [*state, *self.drafter.lent(runner.state)]
             guesses = DeviceDrafts(self.drafter, runner.rows, state, runner.slots)
             if runner.device.type == "cuda":
-                totals = [M for M in runner.sizes.totals if M <= RECORDED]
+                totals = recorded_totals(self.drafter, state, runner.sizes.totals)
                 guesses.record(runner, passes.sizes, totals, runner.sizes.most)
         return DraftRounds(passes, scheduler, special, guesses), ""
 

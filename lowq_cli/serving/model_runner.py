@@ -39,6 +39,20 @@ from lowq_packers.errors import device_lost, log_error, one_line
 COUNTERS = 1 << 18  # max. counters for the kernels of a recorded pass: an 8B's largest products use a few thousand each
 
 
+def most_recorded(plan: Plan, state: Sequence[KeyValues | States]) -> int:
+    """Return the max. rows of a pass with prompt tokens, over a paged state, that can be recorded; 0 if none can.
+
+    The host groups a mixture's experts where no kernel does and tokens are many, gathers latents where no kernel reads them,
+    and reads which sequence each prompt token belongs to where no kernel takes prompts: none of these can be recorded.
+    """
+    latents = [step for step in plan.steps if isinstance(step, AttendLatent)]
+    held = [(one.k, step.facts) for step in latents if isinstance(one := state[step.index], KeyValues)]
+    plain = [(one.k, s.heads) for s in plan.steps if isinstance(s, Attend) and isinstance(one := state[s.index], KeyValues)]
+    gathered = any(plan.ops.latent.refuse(plan.dtype, *one) for one in held)
+    gathered |= any(plan.ops.packed_waits(plan.dtype, *one) for one in plain)
+    return 0 if gathered else min(RECORDED, FEW_TOKENS) if plan.grouped_by_host else RECORDED
+
+
 class ModelRunner:
     """The passes of a model over a paged cache.
 
@@ -58,20 +72,11 @@ class ModelRunner:
         # for the longest possible sequence (plus a block, `paged`), as vLLM does: rotary angles depend on no other sequence
         self.angles = plan.angles(slots, self.device, slots - BLOCK)
         self.recurrent = [one for one in state if isinstance(one, States)]
-        # the host groups a mixture's experts where no kernel does and tokens are many, and gathers latents where no kernel
-        # reads them: neither can be recorded
-        latents = [step for step in plan.steps if isinstance(step, AttendLatent)]
-        self.by_text = bool(latents or self.recurrent)
-        held = [(one.k, step.facts) for step in latents if isinstance(one := state[step.index], KeyValues)]
-        plain = [(one.k, s.heads) for s in plan.steps if isinstance(s, Attend) and isinstance(one := state[s.index], KeyValues)]
-        gathered = any(self.ops.latent.refuse(plan.dtype, *one) for one in held)
-        # where no kernel takes prompts, the host reads which sequence each of their tokens belongs to
-        gathered |= any(self.ops.packed_waits(plan.dtype, *one) for one in plain)
-        most_recorded = 0 if gathered else min(RECORDED, FEW_TOKENS) if plan.grouped_by_host else RECORDED
+        self.by_text = bool(self.recurrent) or any(isinstance(step, AttendLatent) for step in plan.steps)
         # whether passes are with adapters; with both kinds, the same kernels would not run whatever the other requests are
         kinds = (False, True) if plan.adapters is not None else (False,)
         kinds, padded = kinds[-1:] if fixed or plan.everywhere else kinds, self.device.type == "cuda" or fixed
-        self.sizes = PassSizes(most, padded, fixed, plan.model.images, kinds, most_recorded, plan.most_recorded)
+        self.sizes = PassSizes(most, padded, fixed, plan.model.images, kinds, most_recorded(plan, state), plan.most_recorded)
         # recorded passes by rows that step, all rows and whether they are with adapters
         self.captured: dict[tuple[int, int, bool], tuple[Captured, torch.Tensor | None]] = {}
         # the same where some sequence has images: steps with rotary positions of three parts, and passes with prompts

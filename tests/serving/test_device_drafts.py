@@ -3,9 +3,11 @@ text read whole, alone: among others, in pieces, from a beginning that the cache
 """
 
 import json
+import math
 import sys
 import time
 from collections import defaultdict
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,13 +34,16 @@ from lowq_cli.engine.drafts.drafter_choice import served
 from lowq_cli.engine.drafts.model import ModelDrafter
 from lowq_cli.engine.drafts.ngram import NGram
 from lowq_cli.engine.drafts.rates import BEFORE, Rates
+from lowq_cli.engine.mixer_steps import AttendLatent
 from lowq_cli.engine.model_record import tuned_by
-from lowq_cli.engine.plan import plan_of
-from lowq_cli.serving.device_drafts import NUMBERS, Rows, why_not
+from lowq_cli.engine.plan import Plan, plan_of
+from lowq_cli.serving.device_drafts import NUMBERS, Rows, recorded_totals, why_not
 from lowq_cli.serving.draft_budget import choose
 from lowq_cli.serving.draft_graphs import MOST, After, DraftGraphs
 from lowq_cli.serving.draft_rounds import MISSED, SHORT
 from lowq_cli.serving.guessing import Guessed
+from lowq_cli.serving.pass_sizes import RECORDED, TOTALS
+from lowq_kernels.decode.mixture import FEW_TOKENS
 
 STOPS = (2,)  # as the models' configs have it
 WORDS = SimpleNamespace(eos_token_id=None, decode=lambda ids, **kw: "x" * len(ids))
@@ -310,7 +315,7 @@ def test_what_a_drafter_computes_after_passes_is_recorded(both, client):
     assert {graphs.reason for graphs in of.graphs.values()} == {""}
     assert all(of.graphs[compute]._recorded for compute in (of.write, of.guess))
     assert on_gpu or {key[3] for key in of.graphs[of.keep]._recorded} == {False, True}
-    assert {key[3] for key in of.graphs[of.write]._recorded} == {False, True}  # with pieces of prompts, too
+    assert {key[3] for key in of.graphs[of.write]._recorded} == ({False, True} if of.totals else {False})  # pieces of prompts
     assert on_gpu or sum(runner.replays) > 0
     counted(c)
 
@@ -367,6 +372,26 @@ def test_the_number_of_recordings_has_a_limit():
     assert run(1, 1).shape == (2, 1)
     assert sum(runner.replays) == MOST + 1
     assert graphs.reason
+
+
+@pytest.mark.parametrize("both", ["EAGLE-3", "MTP of deepseek_v3", "MTP of glm4_moe"], indirect=True)
+def test_prompts_are_recorded_as_far_as_a_drafters_own_layers_can_be(both):
+    """Whatever the model's can: here its experts are dense, which no kernel takes, or the host groups those of many tokens."""
+    drafter = both[1]
+    state = [KeyValues(torch.zeros(1), None) for _ in drafter.plan.states]
+
+    def most(refuse=None, waits=False):
+        latent = replace(drafter.plan.ops.latent, refuse=lambda *call: refuse)
+        with patch.object(drafter.plan, "ops", replace(drafter.plan.ops, latent=latent, packed_waits=lambda *call: waits)):
+            return max(recorded_totals(drafter, state, TOTALS), default=0)
+
+    dense = drafter.name == "MTP"
+    assert most() == (0 if dense else RECORDED)
+    latents = any(isinstance(step, AttendLatent) for step in drafter.plan.steps)
+    with patch.object(Plan, "most_recorded", math.inf):
+        assert most() == (FEW_TOKENS if dense else RECORDED)
+        assert most(refuse="no kernel") == (0 if latents else most())
+        assert most(waits=True) == (most() if latents else 0)
 
 
 @pytest.mark.parametrize("both", ["EAGLE-3"], indirect=True)
