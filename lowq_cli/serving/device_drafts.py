@@ -10,7 +10,7 @@ affects one row of a block at most. Guesses never change which tokens are genera
 """
 
 import itertools
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -30,7 +30,8 @@ from lowq_packers.arch.parts import Pages
 
 # Numbers sent per row: its block table, its place among its sequence's rows, its place in the pass, its sequence, its token and
 # its position, both -1 where only the device knows them. Then per sequence that samples: its first row (its last one in a pass
-# without drafts), its row among the running ones, and its number in the pass. Then per group of rows: its first row, its size.
+# without drafts), its row among the running ones, and its number in the pass, -1 for a copy of the first one that only fills up
+# a pass with prompts. Then per group of rows: its first row, its size.
 NUMBERS = 11
 GROUP = 16  # max. rows of a sequence that attend together: those of a tensor core's tile
 # Max. cache slots that the rows of prompts attend to in a recording, all rows together. Where its kernels read them row by row
@@ -88,8 +89,8 @@ class DeviceDrafts:
         """Record from now on what comes after passes. runner: the model's passes. sizes, totals: possible numbers of rows of
         one with drafts and of one with pieces of prompts. most: sequences at once."""
         self.sizes, self.drafted, self.totals, self.most = sorted({1, 2, *sizes}), sorted(sizes), sorted(totals), most
-        held = dict[int, torch.Tensor]()
-        self.graphs = {compute: DraftGraphs(runner, compute, held) for compute in (self.write, self.keep)}
+        held, rows = dict[int, torch.Tensor](), max(*self.sizes, *self.totals)
+        self.graphs = {compute: DraftGraphs(runner, compute, held, rows) for compute in (self.write, self.keep)}
         self.graphs[self.guess] = DraftGraphs(runner, self.guess)
 
     def warm(self, hidden: Mapping[int, torch.Tensor]) -> None:
@@ -104,20 +105,15 @@ class DeviceDrafts:
 
     def combinations(self, hidden: Mapping[int, torch.Tensor]) -> Iterator[bool]:
         """Compute, for no sequence, what comes after passes of each number of rows and sequences, and guess each number of
-        tokens: one of them before each True. hidden: hidden states of a pass of `sizes[-1]` rows."""
+        tokens: one of them before each True, and those of passes with prompts last, as memory may be short. hidden: hidden
+        states of a pass of any number of rows."""
         null, before = self.rows.null_row, None if self.shifted else self.rows.token
-        for M in reversed(self.totals):  # the largest makes room for the hidden states of all
-            states = {i: hidden[i][:1].repeat(M, 1) for i in self.drafter.layers}
-            after = After(states, None, before, M, min(M, self._size(self.most)), pieces=True)
-            for compute in (self.write, self.keep):
-                self._run(compute, self._none(M), after)
-                yield True
-        for N in self.sizes[: bisect_right(self.sizes, self.most)]:
+        states = {i: hidden[i][:1] for i in self.drafter.layers}
+        for N in self.sizes[: bisect_left(self.sizes, self.most) + 1]:
             made: Sequence[torch.Tensor] = ()
             most_rows = self.sizes[min(bisect_left(self.sizes, N * (1 + self.drafter.most)), len(self.sizes) - 1)]
             for M, drafted in [(N, False), *((M, True) for M in self.drafted if N <= M <= most_rows)]:
                 result = torch.zeros(3 * M, dtype=torch.int64, device=self.device) if drafted else None
-                states = {i: hidden[i][:M] for i in self.drafter.layers}
                 found = self._run(self.write, self._none(M), After(states, result, None if drafted else before, M, N))
                 made = made or [t.clone() for t in found]
                 yield True
@@ -126,6 +122,11 @@ class DeviceDrafts:
                     yield True
             for K in range(1, self.drafter.most + 1):
                 self._run(self.guess, np.full((2, N), null, np.int32), After(dict(enumerate(made)), N=N, K=K))
+                yield True
+        for M in self.totals:
+            after = After(states, None, before, M, min(M, self._size(self.most)), pieces=True)
+            for compute in (self.write, self.keep):
+                self._run(compute, self._none(M), after)
                 yield True
 
     def checked(
@@ -179,7 +180,7 @@ class DeviceDrafts:
         if not K or not texts:
             return None
         last, tables = self._upload(padded(np.array([lasts, [one.table for one in texts]]), self._size(len(texts))))
-        return self._guesses(texts, self._ends(ids, states_there, pos, tables, last), K)
+        return self._guesses(texts, self._ends(ids, states_there, pos.index_select(0, last), tables, last), K)
 
     def _after(
         self,
@@ -204,11 +205,14 @@ class DeviceDrafts:
             of = [firsts[sampled], [texts[i].row for i in sampled], np.array(order)[sampled]]
             numbers[6:9, :N] = padded(np.array(of), N)
         if pieces:
+            # of no sequence: many copies of one that has read much would take as long as a pass; guesses follow the others
+            numbers[8, self._size(n) : N] = -1
             spans = zip(ends - counts, ends, strict=True)
             groups = [(at, min(GROUP, end - at)) for first, end in spans for at in range(first, end, GROUP)]
             numbers[9:, : len(groups)] = np.array(groups).T
         # a pass with prompts that the drafter does not read may have thousands of rows, which a recording would keep
-        short = max([M, *map(len, after.hidden.values())]) <= max([0, *self.sizes, *self.totals])
+        most, most_read = max(self.totals if pieces else self.sizes, default=0), max([0, *self.sizes, *self.totals])
+        short = most >= M and all(len(h) <= most_read for h in after.hidden.values())
         self.fresh = False
         guesses = K > 0 and n > 0
         # those after passes with drafts are recorded once: guesses follow most of them
@@ -232,7 +236,8 @@ class DeviceDrafts:
         """Return K guesses (n, K) of each sequence. made: as `write` returns it, of as many sequences as `_size` says."""
         n = len(texts)
         numbers = padded(np.array([[one.row for one in texts], [one.table for one in texts]], np.int32), self._size(n))
-        return self._run(self.guess, numbers, After(dict(enumerate(made)), N=numbers.shape[1], K=K))[0][:n]
+        after, short = After(dict(enumerate(made)), N=numbers.shape[1], K=K), n <= max(self.sizes, default=0)
+        return self._run(self.guess, numbers, after, short)[0][:n]
 
     def _run(self, compute: Compute, numbers: np.ndarray, after: After, short: bool = True) -> Sequence[torch.Tensor]:
         """Compute this recorded, if it is `short` and recordings were asked for."""
@@ -249,17 +254,19 @@ class DeviceDrafts:
         ids, hidden, batch, held, last = self._described(numbers, after)
         if after.pieces:
             self.drafter.keep(ids, hidden, batch, held)
-            return self._ends(ids, hidden, batch.pos, numbers[0].index_select(0, last), last)
+            none, pos, tables = numbers[8, : after.N] < 0, batch.pos.index_select(0, last), numbers[0].index_select(0, last)
+            pos, tables = torch.where(none, 0, pos), torch.where(none, self.rows.null_row, tables)
+            return self._ends(ids, hidden, pos, tables, last)
         return [t.index_select(0, last) for t in self.drafter.write(ids, hidden, batch, held)]
 
     def _ends(
         self, ids: torch.Tensor, hidden: Mapping[int, torch.Tensor], pos: torch.Tensor, tables: torch.Tensor, last: torch.Tensor
     ) -> Sequence[torch.Tensor]:
         """Return what `PagedDrafter.write` returns, of the rows `last` (N,) of prompts whose state is written: to guess after
-        these takes nothing of the others. tables (N,): their block tables."""
+        these takes nothing of the others. pos, tables (N,): their positions and block tables."""
         if not self.drafter.carries:
             return []
-        ids, pos = ids.index_select(0, last), pos.index_select(0, last)
+        ids = ids.index_select(0, last)
         batch = Batch(self.drafter.plan.ops, ids, len(ids), pos, self.angles)
         return self.drafter.write(ids, {i: h.index_select(0, last) for i, h in hidden.items()}, batch, self._at(tables))
 

@@ -37,24 +37,24 @@ class After:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes of everything."""
-        given = (*self.hidden.values(), self.result, self.before)
-        return (self.M, self.N, self.K, self.pieces, *(0 if t is None else len(t) for t in given))
+        """All sizes but P: a row says where its hidden state is, and nothing else of these is read."""
+        return (self.M, self.N, self.K, self.pieces, *(0 if t is None else len(t) for t in (self.result, self.before)))
 
-    def like(self, held: dict[int, torch.Tensor]) -> "After":
-        """Return the same with other tensors of the same shapes. held: where recordings share those of hidden states."""
+    def like(self, held: dict[int, torch.Tensor], most: int = 0) -> "After":
+        """Return the same with other tensors. held: where recordings share those of hidden states; most: their least length."""
         for i, h in self.hidden.items():
-            if i not in held or len(held[i]) < len(h):
-                held[i] = torch.empty_like(h)
+            if i not in held or len(held[i]) < max(most, len(h)):
+                held[i] = h.new_empty(max(most, len(h)), *h.shape[1:])
         result, before = (None if t is None else torch.empty_like(t) for t in (self.result, self.before))
-        return replace(self, hidden={i: held[i][: len(h)] for i, h in self.hidden.items()}, result=result, before=before)
+        hidden = {i: held[i][: max(most, len(h))] for i, h in self.hidden.items()}
+        return replace(self, hidden=hidden, result=result, before=before)
 
     def fill(self, other: "After") -> None:
-        """Copy another one's tensors into these."""
+        """Copy another one's tensors, which may have fewer hidden states, into these."""
         pairs = [(h, other.hidden[i]) for i, h in self.hidden.items()]
         for mine, given in (*pairs, (self.result, other.result), (self.before, other.before)):
             if mine is not None and given is not None:
-                mine.copy_(given)
+                mine[: len(given)].copy_(given)
 
 
 Compute = Callable[[torch.Tensor, After], Sequence[torch.Tensor]]
@@ -75,18 +75,21 @@ class DraftGraphs:
 
     Args:
         runner: the model's passes, whose memory pool the recordings share. compute: (numbers, After) -> tensors. held: where
-            recordings, one of which runs at a time, share the tensors of hidden states.
+            recordings, one of which runs at a time, share the tensors of hidden states. most: max. rows P of hidden states
+            that it is given; 0 if `compute` reads all of them, whose number is N.
     Attributes:
         fresh: whether the last call of `run` did what later ones do not repeat: it loaded kernels, or recorded. reason: why
             there are no more recordings, or "".
     """
 
-    def __init__(self, runner: ModelRunner, compute: Compute, held: dict[int, torch.Tensor] | None = None) -> None:
+    def __init__(
+        self, runner: ModelRunner, compute: Compute, held: dict[int, torch.Tensor] | None = None, most: int = 0
+    ) -> None:
         self.runner, self.compute, self.fresh, self.reason = runner, compute, False, ""
         self._met: set[tuple[int, ...]] = set()
         self._failed = False  # whether a recording has failed; one may: a thread's first product in cuBLAS cannot be recorded
         self._recorded: dict[tuple[int, ...], Recorded] = {}
-        self._held = {} if held is None else held
+        self._held, self._most = {} if held is None else held, most
 
     def run(self, numbers: np.ndarray, after: After) -> Sequence[torch.Tensor]:
         """Return what is computed, in tensors that the next call overwrites. What comes the first time is launched, which loads
@@ -110,7 +113,7 @@ class DraftGraphs:
                 mine.copy_(found)
 
         try:
-            place, own = upload(numbers, self.runner.device), after.like(self._held)
+            place, own = upload(numbers, self.runner.device), after.like(self._held, self._most)
             own.fill(after)
             made = [torch.empty_like(t) for t in self.compute(place, own)]
             graph = self.runner.capture(step, self.runner.pool)

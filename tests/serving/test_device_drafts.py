@@ -339,7 +339,7 @@ def graphs_of(runner, compute=lambda numbers, after: [torch.zeros(after.N, after
     """Recordings, and a function that runs what comes after a pass of these sizes."""
     graphs = DraftGraphs(runner, compute)
     numbers = np.zeros((NUMBERS, 4), np.int32)
-    return graphs, lambda K, P=4: graphs.run(numbers, After({-1: torch.zeros(P, 8)}, M=4, N=2, K=K))[0]
+    return graphs, lambda K: graphs.run(numbers, After({-1: torch.zeros(4, 8)}, M=4, N=2, K=K))[0]
 
 
 def test_without_memory_for_a_recording_it_is_launched():
@@ -366,10 +366,10 @@ def test_a_launch_that_loads_kernels_or_records_is_not_repeated_and_the_balance_
 def test_the_number_of_recordings_has_a_limit():
     runner = Recording()
     graphs, run = graphs_of(runner)
-    for P in range(1, MOST + 9):
-        assert run(1, P).shape == run(1, P).shape == (2, 1)
+    for K in range(1, MOST + 9):
+        assert run(K).shape == run(K).shape == (2, K)
     assert len(runner.replays) == MOST
-    assert run(1, 1).shape == (2, 1)
+    assert run(1).shape == (2, 1)
     assert sum(runner.replays) == MOST + 1
     assert graphs.reason
 
@@ -392,6 +392,22 @@ def test_prompts_are_recorded_as_far_as_a_drafters_own_layers_can_be(both):
         assert most() == (FEW_TOKENS if dense else RECORDED)
         assert most(refuse="no kernel") == (0 if latents else most())
         assert most(waits=True) == (most() if latents else 0)
+
+
+@pytest.mark.parametrize("both", ["EAGLE-3"], indirect=True)
+def test_what_fills_up_a_pass_with_prompts_reads_no_sequence(both):
+    """A prompt ends beside a text of many tokens, where many more sequences could: these are not copies of that text."""
+    c, written = always(Client(both[0], draft=both[1], running=16)), []
+    guesses, write = c.engine.drafts.guesses, both[1].write
+    guesses.record(Recording(), [4, 8, 16], [32], 16)
+    hidden = {i: torch.zeros(9, pub.H) for i in (*both[1].layers, -1)}
+    of, pieces = [Rows(0, 0, 0)], [Rows(1, 1, 1, 3, 0, [5, 6, 7], [6, 7]), Rows(2, 4, -1, 4, 0, [5] * 4, [5] * 4)]
+    look = lambda ids, states, batch, held: written.append(batch.pos.tolist()) or write(ids, states, batch, held)  # noqa: E731
+    with torch.inference_mode(), patch.object(both[1], "write", look):
+        guesses.rows.pos[0], guesses.rows.pos[1] = 400, 3
+        assert guesses.passed(of, pieces, hidden, None, 2).shape == (2, 2)
+    c.engine.stop(0)
+    assert written == [[399, 2, *[0] * 14]]
 
 
 @pytest.mark.parametrize("both", ["EAGLE-3"], indirect=True)
