@@ -73,13 +73,14 @@ class DeviceDrafts:
             model's. slots: positions that these tables cover.
     Attributes:
         sizes, drafted, totals, graphs: numbers of rows that are recorded, ascending, those of passes with drafts, those of
-            passes with pieces of prompts, and the recordings by what is computed; none at first (`record`).
+            passes with pieces of prompts, and the recordings by what is computed and whether it is after a pass with pieces:
+            if these cannot be recorded, others can. None at first (`record`).
         fresh: whether the last call did what later ones do not repeat, as of `DraftGraphs.fresh`.
     """
 
     def __init__(self, drafter: PagedDrafter, rows: BatchState, state: Sequence[KeyValues], slots: int) -> None:
         self.sizes, self.drafted, self.totals, self.most = list[int](), list[int](), list[int](), 0
-        self.graphs, self.fresh = dict[Compute, DraftGraphs](), False
+        self.graphs, self.fresh = dict[tuple[Compute, bool], DraftGraphs](), False
         self.drafter, self.rows, self.state, self.device = drafter, rows, list(state), rows.device
         self.shifted = bool(drafter.layers)  # heads pair a row with the token after it, draft models with the row's own token
         self.slots, self.angles = slots, drafter.plan.angles(slots + BLOCK, self.device)
@@ -90,8 +91,9 @@ class DeviceDrafts:
         one with drafts and of one with pieces of prompts. most: sequences at once."""
         self.sizes, self.drafted, self.totals, self.most = sorted({1, 2, *sizes}), sorted(sizes), sorted(totals), most
         held, rows = dict[int, torch.Tensor](), max(*self.sizes, *self.totals)
-        self.graphs = {compute: DraftGraphs(runner, compute, held, rows) for compute in (self.write, self.keep)}
-        self.graphs[self.guess] = DraftGraphs(runner, self.guess)
+        kinds = itertools.product((self.write, self.keep), (False, True))
+        self.graphs = {(compute, pieces): DraftGraphs(runner, compute, held, rows) for compute, pieces in kinds}
+        self.graphs[self.guess, False] = DraftGraphs(runner, self.guess)
 
     def warm(self, hidden: Mapping[int, torch.Tensor]) -> None:
         """Launch once, for no sequence, what comes after passes and prompts: it compiles and loads the kernels. hidden: as
@@ -241,7 +243,7 @@ class DeviceDrafts:
 
     def _run(self, compute: Compute, numbers: np.ndarray, after: After, short: bool = True) -> Sequence[torch.Tensor]:
         """Compute this recorded, if it is `short` and recordings were asked for."""
-        graphs = self.graphs.get(compute) if short else None
+        graphs = self.graphs.get((compute, after.pieces)) if short else None
         if graphs is None:
             return compute(upload(numbers, self.device), after)
         made = graphs.run(numbers, after)

@@ -24,7 +24,7 @@ class After:
 
     hidden: the model's hidden states (P, H) that it reads, or its own (N, H) that it guesses from. result: that of
     `DraftPasses.run`, None after a pass without drafts. before (R,): the newest tokens before the pass, or None. M: rows. N:
-    sequences. K: guesses of each. pieces: whether rows are pieces of prompts.
+    sequences. K: guesses of each. pieces: whether rows are pieces of prompts, the same in all that a `DraftGraphs` records.
     """
 
     hidden: Mapping[int, torch.Tensor]
@@ -38,7 +38,7 @@ class After:
     @property
     def sizes(self) -> tuple[int, ...]:
         """All sizes but P: a row says where its hidden state is, and nothing else of these is read."""
-        return (self.M, self.N, self.K, self.pieces, *(0 if t is None else len(t) for t in (self.result, self.before)))
+        return (self.M, self.N, self.K, *(0 if t is None else len(t) for t in (self.result, self.before)))
 
     def like(self, held: dict[int, torch.Tensor], most: int = 0) -> "After":
         """Return the same with other tensors. held: where recordings share those of hidden states; most: their least length."""

@@ -1,5 +1,6 @@
 """Rows of which several are of one sequence: their attention, how many drafts were right, and recurrent states after each."""
 
+import itertools
 import os
 
 import pytest
@@ -41,6 +42,7 @@ def one_by_one(qkv, k, v, pos, table, cos, sin, h):
 
 
 CASES = {"one": [(40, 5)], "three": [(0, 3), (31, 16), (63, 1)], "over a block's end": [(14, 4), (47, 2)]}
+CASES |= {"pieces of prompts": [(0, 20), (9, 33), (30, 1)]}  # in several groups each
 FACTS = {
     "plain": {},
     "window": {"window": 20},
@@ -75,9 +77,10 @@ def test_attention_of_rows_is_that_of_one_row_after_another(case, fact):
     h = heads(32, FACTS[fact], torch.float32)
     cos, sin = (f(torch.rand(6 * BLOCK, 16, device=DEVICE).repeat(1, 2)) for f in (torch.cos, torch.sin))
     expected = one_by_one(qkv, k.clone(), v.clone(), pos, table, cos, sin, h)
-    counts = [n for _, n in CASES[case]] + [0]  # of no sequence: what fills up
-    first = torch.tensor([sum(counts[:i]) for i in range(len(counts) - 1)] + [0], device=DEVICE)
-    for groups in (None, (first, torch.tensor(counts, device=DEVICE), 16)):
+    ends = list(itertools.accumulate(n for _, n in CASES[case]))
+    groups = [(at, min(16, end - at)) for (_, n), end in zip(CASES[case], ends, strict=True) for at in range(end - n, end, 16)]
+    first, counts = torch.tensor(groups + [(0, 0)] * max(1, ends[-1] - len(groups)), device=DEVICE).T  # (0, 0): what fills up
+    for groups in (None, (first.contiguous(), counts.contiguous(), 16)):
         caches = k.clone(), v.clone()
         result = attend_rows.attend_rows(qkv, *caches, Places(pos, cos, sin, table), h, groups=groups)
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)

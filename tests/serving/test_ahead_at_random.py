@@ -284,7 +284,7 @@ def test_each_answer_is_that_without_drafts(both, seed):
             assert dict(top) == pytest.approx(dict(tops), abs=1e-3)
     assert not wrong
     assert (stats.running, stats.waiting, stats.blocks_used) == (0, 0, 0)
-    assert stats.drafted > 0
+    assert stats.drafted > 0 or not follows
     if drafter.name != "model itself" or not follows:
         return
     whole = defaultdict(list)

@@ -313,9 +313,9 @@ def test_what_a_drafter_computes_after_passes_is_recorded(both, client):
     assert result == expected == [alone(model, *one) for one in texts]
     assert same(kept, guesses)
     assert {graphs.reason for graphs in of.graphs.values()} == {""}
-    assert all(of.graphs[compute]._recorded for compute in (of.write, of.guess))
-    assert on_gpu or {key[3] for key in of.graphs[of.keep]._recorded} == {False, True}
-    assert {key[3] for key in of.graphs[of.write]._recorded} == ({False, True} if of.totals else {False})  # pieces of prompts
+    assert all(of.graphs[compute, False]._recorded for compute in (of.write, of.guess))
+    assert on_gpu or all(of.graphs[of.keep, pieces]._recorded for pieces in (False, True))
+    assert of.graphs[of.write, True]._recorded or not of.totals
     assert on_gpu or sum(runner.replays) > 0
     counted(c)
 
@@ -392,6 +392,41 @@ def test_prompts_are_recorded_as_far_as_a_drafters_own_layers_can_be(both):
         assert most() == (FEW_TOKENS if dense else RECORDED)
         assert most(refuse="no kernel") == (0 if latents else most())
         assert most(waits=True) == (most() if latents else 0)
+
+
+@pytest.mark.parametrize("both", ["EAGLE-3", "itself"], indirect=True)
+def test_where_prompts_cannot_be_recorded_steps_are(both):
+    c, runner, recording = always(Client(both[0], draft=both[1], running=2)), Recording(), []
+    guesses, keep = c.engine.drafts.guesses, both[1].keep
+
+    def refusing(ids, hidden, batch, held):
+        if recording and batch.groups is not None:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        keep(ids, hidden, batch, held)
+
+    def capture(step, pool):
+        recording.append(step)
+        try:
+            step()
+        finally:
+            recording.clear()
+        return SimpleNamespace(replay=step)
+
+    runner.capture = capture
+    guesses.record(runner, [4, 8], [32, 64], 2)
+    with torch.inference_mode(), patch.object(both[1], "keep", refusing):
+        hidden, before = (
+            {i: torch.zeros(8, pub.H) for i in (*both[1].layers, -1)},
+            None if guesses.shifted else guesses.rows.token,
+        )
+        for compute, M in [(compute, M) for compute in (guesses.write, guesses.keep) for M in guesses.totals] * 2:
+            after = After({i: hidden[i] for i in both[1].layers}, None, before, M, 2, pieces=True)
+            guesses._run(compute, guesses._none(M), after)  # before anything else, as the first users' prompts come
+        for _ in range(2):
+            assert all(guesses.combinations(hidden))
+    c.engine.stop(0)
+    assert {compute.__name__ for (compute, pieces), one in guesses.graphs.items() if pieces and one.reason} == {"write", "keep"}
+    assert all(one._recorded and not one.reason for (_, pieces), one in guesses.graphs.items() if not pieces)
 
 
 @pytest.mark.parametrize("both", ["EAGLE-3"], indirect=True)

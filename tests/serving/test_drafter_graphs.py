@@ -30,8 +30,8 @@ KINDS = (
     ),
 )
 WIDTH = 4  # blocks of a sequence
-TOTALS = [4, 32, 64]  # rows of passes with pieces of prompts
-PASSES = 60
+TOTALS = [4, 32, 48]  # rows of passes with pieces of prompts
+PASSES = 48
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -163,7 +163,7 @@ class Passes:
 def test_recordings_compute_what_is_computed_without(both, seed):
     """Recorded one after another while passes come; or at the start, and then no pass without drafts is recorded any more."""
     plan, drafter = both
-    rng, most, fails = random.Random(seed), (3, 2, 1, 4, 5, 9)[seed % 6], seed % 6 == 4
+    rng, most, fails = random.Random(seed), (3, 2, 1, 4, 5, 9)[seed % 6], seed % 6 in (1, 4)
     launched, recorded = sides = [Side(plan, drafter, 2 * most) for _ in range(2)]
     runner, made = Recording(), 0
     if fails:
