@@ -172,17 +172,17 @@ class DeviceDrafts:
         of = np.repeat(np.arange(b, len(both)), [end - first for first, end in spans])
         one = states[0].table
         assert one is not None
-        text, there = (upload(np.array(numbers, np.int32), self.device) for numbers in (of, tiles))
-        packed = Packed(one, text, pos[b:], there)
+        row_texts, row_tiles = (upload(np.array(numbers, np.int32), self.device) for numbers in (of, tiles))
+        packed = Packed(one, row_texts, pos[b:], row_tiles)
         each = [Run(first, end, 0, p.first, b + i) for i, (p, (first, end)) in enumerate(zip(pieces, spans, strict=True))]
         runs = Runs(each, ends[-1] - b, self.device)
         batch = Batch(plan.ops, ids, b, pos, self.angles, given=packed, given_runs=runs, tile=plan.tile)
-        states_there = {i: h.index_select(0, at) for i, h in hidden.items()}
-        self.drafter.keep(ids, states_there, batch, states)
+        read = {i: h.index_select(0, at) for i, h in hidden.items()}
+        self.drafter.keep(ids, read, batch, states)
         if not K or not texts:
             return None
         last, tables = self._upload(padded(np.array([lasts, [one.table for one in texts]]), self._size(len(texts))))
-        return self._guesses(texts, self._ends(ids, states_there, pos.index_select(0, last), tables, last), K)
+        return self._guesses(texts, self._ends(ids, read, pos.index_select(0, last), tables, last), K)
 
     def _after(
         self,
@@ -213,8 +213,8 @@ class DeviceDrafts:
             groups = [(at, min(GROUP, end - at)) for first, end in spans for at in range(first, end, GROUP)]
             numbers[9:, : len(groups)] = np.array(groups).T
         # a pass with prompts that the drafter does not read may have thousands of rows, which a recording would keep
-        most, most_read = max(self.totals if pieces else self.sizes, default=0), max([0, *self.sizes, *self.totals])
-        short = most >= M and all(len(h) <= most_read for h in after.hidden.values())
+        most, most_read = max(self.sizes, default=0), max([0, *self.sizes, *self.totals])
+        short = pieces or (most >= M and all(len(h) <= most_read for h in after.hidden.values()))
         self.fresh = False
         guesses = K > 0 and n > 0
         # those after passes with drafts are recorded once: guesses follow most of them
@@ -358,8 +358,8 @@ def _places(texts: Sequence[Rows], shifted: bool) -> np.ndarray:
 
 
 def recorded_totals(drafter: PagedDrafter, state: Sequence[KeyValues], totals: Sequence[int]) -> list[int]:
-    """Return those of `totals`, numbers of rows of passes with prompts, after which a drafter's work is recorded: as many as
-    passes of its own layers may have. Experts that no kernel takes would be copied for each row in every replay."""
+    """Return those of `totals`, the numbers of rows of passes with prompts, after which a drafter's work is recorded. Its
+    layers have the limit that a model's have: where no kernel takes experts, every replay would copy those of each row."""
     most = min(most_recorded(drafter.plan, state), drafter.plan.most_recorded)
     return [M for M in totals if most >= M]
 
