@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
 
 Complete = Callable[[str], list[str]]
-ASKED = "_LOWQ_COMPLETE"  # the variable by which a shell asks, as Typer's scripts for shells set it
+ASKED = "_LOWQ_COMPLETE"  # Typer's scripts for shells set this variable when Tab is pressed
 
 
 def words(*known: str) -> Complete:

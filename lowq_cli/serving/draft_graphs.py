@@ -74,9 +74,9 @@ class DraftGraphs:
     """The recordings of a drafter's work.
 
     Args:
-        runner: the model's passes, whose memory pool the recordings share. compute: (numbers, After) -> tensors. held: where
-            recordings, one of which runs at a time, share the tensors of hidden states. most: max. rows P of hidden states
-            that it is given; 0 if `compute` reads all of them, whose number is N.
+        runner: the model's passes, whose memory pool the recordings share. compute: (numbers, After) -> tensors. held: the
+            tensors of hidden states, which recordings share as one runs at a time. most: the largest P; 0 if `compute` reads
+            all of the hidden states, whose number is N.
     Attributes:
         fresh: whether the last call of `run` did what later ones do not repeat: it loaded kernels, or recorded. reason: why
             there are no more recordings, or "".

@@ -1,4 +1,4 @@
-"""Tab: what a shell is told, in time, whatever the cache and the folders hold."""
+"""Completion at a press of Tab: what shells get, how soon, and whatever the cache and the folders hold."""
 
 import os
 import pty
@@ -58,7 +58,7 @@ def here(own_cache, tmp_path, monkeypatch):
 
 
 def in_bash(words, after=""):
-    """What bash's completion leaves in COMPREPLY for these words, the last of which is completed; what it says on stderr."""
+    """The completions of the last of these words in bash (its COMPREPLY), and what it writes to stderr."""
     script = 'source ~/.bashrc; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _lowq_completion lowq; '
     script += after or "printf '%s\\n' \"${COMPREPLY[@]}\""
     done = subprocess.run(["bash", "-c", script, "bash", *words], capture_output=True, check=True)
