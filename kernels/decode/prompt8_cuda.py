@@ -32,7 +32,8 @@ MOST_UNITS = 1024  # max. of a pass: at 8 key heads 0.27 GB of codes, less than 
 def _refuse(call: PromptCall) -> str | None:
     if why := usual(call) or gpu.no_wgmma(call.capability):
         return why
-    if call.act != "fp8" or call.M < LEAST or not LONG * call.sequences <= call.units <= MOST_UNITS:
+    # units is 0 where the host knows of no sequence, as in a pass that is recorded: a replay may have any, and codes need room
+    if call.act != "fp8" or call.M < LEAST or not 0 < LONG * call.sequences <= call.units <= MOST_UNITS:
         where = f"sequences have {LONG * UNIT} slots and more on average and at most {MOST_UNITS * UNIT} in all"
         return f"takes passes of {LEAST} tokens and more under --act fp8 whose {where}"
     if call.D != D or call.kv != PLAIN or call.page % 64:

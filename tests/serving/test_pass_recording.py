@@ -1,5 +1,6 @@
 """Recording of passes at the start and later: which sizes, in which memory, and what a recording that fails leaves."""
 
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
@@ -8,7 +9,10 @@ import pytest
 import torch
 from asking import Client, Replayed, alone, build, prompts
 
+import lowq
+from lowq_cli.engine.open_model import ready
 from lowq_cli.engine.plan import plan_of
+from lowq_cli.files.source import DEMO
 from lowq_cli.serving.continuous import ContinuousEngine
 from lowq_kernels.decode import latent as definition
 from lowq_kernels.decode import reference
@@ -176,3 +180,36 @@ def test_on_a_gpu_passes_with_prompts_over_latents_are_replayed():
         assert client.tokens(*[client.ask(ids, 6) for ids in asked]) == expected
     finally:
         client.engine.stop(0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("act", ["none", "fp8", "int8"])
+def test_on_a_gpu_prompts_that_fill_a_recorded_pass_are_answered_as_without_recordings(act, tmp_path):
+    """With heads and widths that the fastest kernels take: some of these allocate by the sequences' lengths, which nobody knows
+    while a pass is recorded. A prompt of 1,024 tokens under fp8 once wrote outside of its memory."""
+    sizes = {
+        "hidden_size": 512,
+        "intermediate_size": 1024,
+        "head_dim": 128,
+        "max_position_embeddings": 2048,
+        "vocab_size": 8192,
+    }
+    build("llama", **sizes).half().save_pretrained(tmp_path / "dense")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, tmp_path / "dense")
+    lowq.quantize(tmp_path / "dense", out=tmp_path / "packed", bits=4, group=128, method="rtn", act=act)
+    model, _ = ready(str(tmp_path / "packed"), "cuda")
+    found = []
+    for recorded in (True, False):
+        client = Client(model, running=4)
+        try:
+            passes = client.engine.passes
+            totals = [M for b, M, _ in passes.captured if b == 0]
+            assert max(totals) == 1024
+            if not recorded:
+                passes.captured.clear()
+            found.append([client.tokens(client.ask(ids, 4))[0] for M in totals for ids in prompts(M, M - 1, seed=M)])
+        finally:
+            client.engine.stop(0)
+    assert found[0] == found[1]
