@@ -729,14 +729,14 @@ def test_usage_tells_drafts_that_were_right_and_wrong():
     assert usage((0, 0)) == {"reasoning_tokens": 0}
 
 
-def run(pass_s, passes, plain_s=0.47, trials=None):
+def run(pass_s, passes, plain_s=0.47, trials=None, size=16):
     """(tokens per second relative to plain passes, share of drafts); pass_s: pass -> (tokens, seconds) with drafts."""
     trials, now, tokens, drafted = trials or Trials(), 0.0, 0.0, 0
     for i in range(passes):
-        drafts = trials.allows(16)
+        drafts = trials.allows(size)
         got, seconds = pass_s(i) if drafts else (1.0, plain_s)
         now, tokens, drafted = now + seconds, tokens + got, drafted + drafts
-        trials.passed(16, round(16 * got), 16, now)
+        trials.passed(size, round(size * got), size, now)
     return tokens / now * plain_s, drafted / passes
 
 
@@ -745,6 +745,26 @@ def run(pass_s, passes, plain_s=0.47, trials=None):
 @pytest.mark.parametrize("passes", [700, 20000])
 def test_drafts_that_do_not_pay_cost_two_percent_at_most(seconds, tokens, passes):
     assert run(lambda i: (tokens, seconds), passes)[0] > 0.98
+
+
+@pytest.mark.parametrize("seconds", [0.48, 0.8, 3.0])
+@pytest.mark.parametrize(("passes", "least"), [(300, 0.93), (1000, 0.95), (20000, 0.99)])
+def test_for_one_user_drafts_that_do_not_pay_cost_more_at_first_and_no_more_later(seconds, passes, least):
+    assert run(lambda i: (1.0, seconds), passes, size=1)[0] > least
+
+
+@pytest.mark.parametrize(("size", "soon"), [(1, True), (2, True), (8, False), (64, False)])
+def test_a_first_trial_that_fails_is_chance_with_few_sequences(size, soon):
+    """The text is hard to guess until the first trial has failed, then it is not."""
+    trials, tried = Trials(), []
+
+    def passed(i):
+        tried.append(i)
+        return (1.0 if len(tried) < 20 else 2.0), 0.65
+
+    speed, share = run(passed, 400, trials=trials, size=size)
+    assert (share > 0.5) == (speed > 1.15) == soon
+    assert tried[0] == {1: 17, 2: 33}.get(size, 129)
 
 
 def test_drafts_that_are_given_up_are_tried_again():

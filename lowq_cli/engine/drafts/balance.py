@@ -10,7 +10,7 @@ LOSS = 4.0  # max. time, in plain steps, that drafts may lose before they are tu
 CREDIT = 64.0
 MOST = 4 * LOSS  # max. counted loss of a single step, in plain steps: it may have waited for another process
 SHARE = 0.01  # drafts are tried again when the time lost is at most this share of the plain steps since
-DOUBLINGS = 6  # max. doublings of that wait, one each time that drafts did not pay
+LONGEST = 64  # max. factor of that wait, which doubles each time that drafts did not pay
 CHECK, PLAIN = 512, 16  # steps after which plain steps are timed again while drafts pay, and the number of these
 SETTLE = 2  # plain steps after a change that are not timed: the first of them may have waited for one of the other kind
 NEWEST = 1 / 16  # weight of the newest step in the mean time of plain steps
@@ -21,15 +21,16 @@ class Balance:
 
     Args:
         first: plain steps before drafts are tried for the first time. plain_s: seconds of a plain step if drafts may be tried
-            at once, as they pay where they bring less; else 0.0.
+            at once, as they pay where they bring less; else 0.0. sooner: the first factor of the wait, below 1 where it may be
+            chance that drafts do not pay.
     Attributes:
         allowed: whether the next step may have drafts. plain_s: mean seconds of plain steps.
     """
 
-    def __init__(self, first: int, plain_s: float = 0.0) -> None:
-        self.allowed, self.plain_s = plain_s > 0, plain_s
+    def __init__(self, first: int, plain_s: float = 0.0, sooner: float = 1.0) -> None:
+        self.allowed, self.plain_s, self._sooner = plain_s > 0, plain_s, sooner
         self._won = self._lost = self._wait_s = 0.0
-        self._wait, self._steps, self._failed = first, 0, 0
+        self._wait, self._steps, self._factor = first, 0, sooner
 
     @property
     def waits(self) -> bool:
@@ -64,14 +65,14 @@ class Balance:
             return
         self._won = min(self._won + max(won, -room), CREDIT * self.plain_s)  # one late step is not enough to turn drafts off
         if self._won >= room:
-            self._failed, self._lost = 0, 0.0
+            self._factor, self._lost = self._sooner, 0.0
         elif self._won < -room:
             self.give_up()
 
     def give_up(self) -> None:
         """Turn drafts off for a time: they do not pay, or there are none."""
-        self._wait_s = self._lost / SHARE * 2 ** min(self._failed, DOUBLINGS)
-        self._failed += 1
+        self._wait_s = self._lost / SHARE * self._factor
+        self._factor = min(2 * self._factor, LONGEST)
         self._won = self._lost = 0.0
         self._change(False)
 
