@@ -243,16 +243,20 @@ def _load(one: Row, two: Row | None) -> tuple[str, ...]:
 
 
 def _loads_in_8_bits() -> str:
-    """Both servers with activations of 8 bits, in one run."""
-    report, lines = read("h200/http_loads_export8.json"), []
-    own, other = (report["servers"][name] for name in ("lowq", "export8"))
-    for load, row in own.items():
-        if isinstance(row, dict) and "ttft_ms" in row:
-            lines.append((load.replace("_", " "), *_load(row, other[load])))
-    long = [" / ".join(f"{1e3 * s:.0f}" for s in one["prompt_4400"]["first_token_s"]) for one in (own, other)]
+    """Both servers with activations of 8 bits, in one run; loads that it lacks are of an earlier one."""
+    newest, earlier = (read(f"h200/http_loads_{name}.json") for name in ("w4a8", "export8"))
+    lines, long = [], []
+    for load in earlier["servers"]["lowq"] | newest["servers"]["lowq"]:
+        report = newest if load in newest["servers"]["lowq"] else earlier
+        own, other = (report["servers"][name][load] for name in ("lowq", "export8"))
+        if load == "prompt_4400":
+            long = [" / ".join(f"{1e3 * s:.0f}" for s in one["first_token_s"]) for one in (own, other)]
+        elif isinstance(own, dict):
+            lines.append((load.replace("_", " "), *_load(own, other)))
     heads = ("load", ">`--act fp8`, tokens/s", ">vLLM's W4A8", ">ratio", *LOAD_TIMES)
-    where = f"{report['device']}, {report['date'][:10]}, vLLM {report['vllm']}"
-    told = f"Both with activations of 8 bits, in one run of half as many requests ({where}), beside vLLM on another GPU:"
+    where = f"{newest['device']}, {newest['date'][:10]}, vLLM {newest['vllm']}"
+    of = f"agents and the prompt below of a run of {earlier['date'][:10]} beside other engines"
+    told = f"Both with activations of 8 bits, in one run ({where}; {of}):"
     alone = f"A prompt of 4,400 tokens alone, twice: {long[0]} ms, vLLM {long[1]}."
     return f"{told}\n\n{table(heads, lines)}\n{alone}\n"
 
