@@ -47,7 +47,16 @@ def _kernel(instance: str, device: int, smem: int) -> Kernel:
     return Kernel("prompt8.cu", instance, device, 256 if coder else 384, CODES[not coder], smem)
 
 
-@register("cuda/prompt8", op="prompt", rank=20, refuse=_refuse)
+def _instances(T: int, page: int, paged: bool) -> tuple[str, str]:
+    return f"prompt_codes<{T}, {page}>", f"attend_prompt8<{T}, {str(paged).lower()}, {STAGES}>"
+
+
+def _load(call: PromptCall, device: torch.device) -> None:
+    for instance, smem in zip(_instances(TYPES[call.dtype], call.page, call.page > 0), (0, STAGES * UNIT_BYTES), strict=True):
+        _kernel(instance, device.index, smem)
+
+
+@register("cuda/prompt8", op="prompt", rank=20, refuse=_refuse, load=_load)
 def attend(
     y: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, p: Packed | None, h: Heads, sizes: Sizes, config: Config
 ) -> torch.Tensor:
@@ -62,12 +71,12 @@ def attend(
     bases = torch.empty(blocks, dtype=torch.int32, device=y.device)
     rows, pos, table, tiles = (0, 0, 0, 0) if p is None else (t.data_ptr() for t in (p.rows, p.pos, p.table, p.tiles))
     per, of = (each, sequences) if p is None else (SHARES, blocks)
-    _kernel(f"prompt_codes<{type_}, {page}>", y.device.index, 0)(
+    coder, attends = _instances(type_, page, p is not None)
+    _kernel(coder, y.device.index, 0)(
         per * of, h.HKV, 0, k_cache.data_ptr(), v_cache.data_ptr(), rows, pos, table, tiles, codes.data_ptr(),
         scales.data_ptr(), bases.data_ptr(), start + T if p is None else 0, S, width, h.HKV, per,
     )  # fmt: skip
-    paged = "false" if p is None else "true"
-    _kernel(f"attend_prompt8<{type_}, {paged}, {STAGES}>", y.device.index, STAGES * UNIT_BYTES)(
+    _kernel(attends, y.device.index, STAGES * UNIT_BYTES)(
         sequences * h.HQ, blocks, STAGES * UNIT_BYTES, codes.data_ptr(), scales.data_ptr(), bases.data_ptr(), pos, tiles,
         y.data_ptr(), 1 << 30 if p is not None else T, start, h.HQ, h.HKV, h.scale * LOG2E,
     )  # fmt: skip

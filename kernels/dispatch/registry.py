@@ -108,6 +108,8 @@ class KernelSpec:
     refuse: Callable[[Any], str | None] = lambda call: None  # further reasons, e.g. a group size it cannot tile
     config_refuse: Callable[[Any, Config], str | None] = lambda call, config: None
     default_config: Callable[[Any, list[Config]], Config] = lambda call, legal: legal[0]
+    # (call, device): compile and load what the call launches; of kernels that an engine's passes at its start do not launch
+    load: Callable[[Any, torch.device], None] | None = None
 
     def why_not(self, call: AnyCall) -> str | None:
         """Why this kernel cannot take the call, or None."""

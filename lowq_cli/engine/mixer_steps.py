@@ -59,6 +59,11 @@ class Attend(Step):
     layer: nn.Module | None = None
     what = "attention"
 
+    @property
+    def rounds(self) -> bool:
+        """Whether attention of prompts may round to fp8."""
+        return getattr(self.layer, "act", "none") == "fp8"
+
     @cached_property
     def in_fp8(self) -> Heads:
         """The heads, for attention that may round."""
@@ -85,7 +90,7 @@ class Attend(Step):
     def run(self, f: Frame) -> None:
         state = f.state[self.index]
         assert isinstance(state, KeyValues)
-        heads = self.in_fp8 if getattr(self.layer, "act", "none") == "fp8" else self.heads
+        heads = self.in_fp8 if self.rounds else self.heads
         tables = f.batch.angles[self.rope or heads.D]
         if self.rope is not None and (of_pictures := f.batch.tables_of(self.rope)) is not None:
             assert f.batch.pictures is not None

@@ -14,6 +14,7 @@ import torch
 from lowq_cli import memory
 from lowq_cli.engine.batch import KeyValues, States
 from lowq_cli.engine.kernel_launches import products
+from lowq_cli.engine.mixer_steps import Attend
 from lowq_cli.engine.plan import Plan
 from lowq_cli.engine.prompts import context_limit
 from lowq_cli.engine.state import BLOCK, block_bytes, recurrent, state_bytes
@@ -24,8 +25,12 @@ from lowq_cli.serving.model_runner import ModelRunner
 from lowq_cli.serving.pass_sizes import TOTALS
 from lowq_cli.serving.scheduler import MOST_PREFILLING
 from lowq_cli.serving.token_budget import TokenBudget
+from lowq_kernels import gpu
 from lowq_kernels.decode import kv
+from lowq_kernels.decode.prompt_call import PromptCall
+from lowq_kernels.decode.reference import TILE
 from lowq_kernels.dispatch.precompile import launch_all
+from lowq_kernels.dispatch.registry import find
 from lowq_kernels.graphs import empty_cache, wait
 from lowq_packers.arch.parts import Pages, Recurrent
 from lowq_packers.errors import DoesNotFitError
@@ -40,6 +45,7 @@ LEAST = 2  # min. blocks of a cache, including the null block
 SNAPSHOTS = 2  # snapshots of recurrent states per running sequence: one of its prompt and one of its answer
 COPIES = 32  # slots of recurrent states for rows of drafts: the longest drafts of two sequences in a pass
 PIECE = TOTALS[-1]  # max. tokens of one sequence in a pass
+LONG = 1 << 16  # tokens of the prompt for which kernels are loaded that no pass at the start launches
 
 
 @dataclass(frozen=True)
@@ -220,8 +226,20 @@ def launches(trial: ModelRunner, reads: int | None = None) -> list[Callable[[], 
     sizes = trial.sizes
     largest = next((t for t in sizes.totals if reads is not None and t >= reads + sizes.riding(sizes.most)), sizes.totals[-1])
     rows = {*sizes.steps, *(t for t in sizes.totals if t <= largest)}
-    work = products(trial.plan.linears, trial.plan.dtype, rows)
+    work = [*products(trial.plan.linears, trial.plan.dtype, rows), *_long_prompts(trial)]
     return [*work, *(partial(trial.forward, s, s, None, 0, adapted=kind) for s in sizes.steps for kind in sizes.kinds)]
+
+
+def _long_prompts(trial: ModelRunner) -> list[Callable[[], object]]:
+    """Return what loads the kernels that attend to long prompts under `--act fp8`: a pass without sequences launches others."""
+    plan, units, work = trial.plan, min(trial.slots, LONG) // TILE, list[Callable[[], object]]()
+    states = ((s.heads.D, trial.state[s.index]) for s in plan.steps if isinstance(s, Attend) and s.rounds)
+    on = plan.dtype, plan.device.type, gpu.capability(plan.device)
+    for D, kind in {(D, kv.kind_of(one.k)) for D, one in states if isinstance(one, KeyValues)}:
+        call = PromptCall(PIECE, D, BLOCK, kind, *on, act="fp8", units=units)
+        found = find(call)
+        work += [partial(found[0].load, call, plan.device)] if found and found[0].load else []
+    return work
 
 
 def _free() -> int:

@@ -187,3 +187,13 @@ def test_supported_calls_choose_it():
     recorded = {"M": 1024, "units": 0, "sequences": 0}  # the host knows of no sequence then
     for other in ({"act": "none"}, {"act": "int8"}, {"units": 0}, {"units": 95}, {"M": 512}, {"D": 64}, recorded):
         assert select(dataclasses.replace(eight, **other))[0].name == "cuda/prompt", other
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="counts the kernels of the emulator")
+def test_the_kernels_of_long_prompts_are_loaded_without_one():
+    call = dataclasses.replace(CALL, M=4096, act="fp8", units=64)
+    prompt8_cuda._kernel.cache_clear()
+    select(call)[0].load(call, torch.device(DEVICE))
+    assert prompt8_cuda._kernel.cache_info().misses == 2
+    packed(*PACKED_8["several texts"][:3], F16, *PACKED_8["several texts"][4:], prompt8_cuda)
+    assert prompt8_cuda._kernel.cache_info().misses == 2

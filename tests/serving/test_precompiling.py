@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.steps import AddNorm, Product
 from lowq_cli.plan.recipe import make_recipe
 from lowq_cli.run.prepare import prepare
-from lowq_cli.serving import precompiling
+from lowq_cli.serving import cache_allocator, precompiling
+from lowq_kernels.dispatch.registry import select
 from lowq_kernels.modules.linear import QuantLinear
 
 CPU = torch.device("cpu")
@@ -73,6 +75,28 @@ def test_everything_that_decoding_takes_is_launched(tmp_path):
     layer = model.linears["layers"][0]
     for rows in (1, 2, 16, 128, 512, 4096):  # of a text's step, of a server's, of prompts
         assert {m.out_features for m in layer.values()} <= {N for M, N in seen if rows == M}
+
+
+@pytest.mark.parametrize("act", ["none", "fp8"])
+def test_kernels_of_long_prompts_are_loaded_where_layers_round_to_fp8(act, tmp_path, monkeypatch):
+    """No pass without sequences launches them."""
+    asked, loaded = [], []
+
+    def find(call):
+        asked.append(call)
+        return SimpleNamespace(load=lambda *given: loaded.append(given)), {}
+
+    monkeypatch.setattr(cache_allocator, "find", find)
+    model, _ = planned(tmp_path, act=act)
+    with torch.inference_mode():
+        for launch in precompiling.launches(model):
+            launch()
+    assert loaded == [(call, CPU) for call in asked]
+    assert len(asked) == (act == "fp8")
+    for call in asked:  # on a Hopper GPU, for a model of longer texts and larger heads
+        hopper = replace(call, device="cuda", capability=(9, 0), D=128, units=512)
+        assert (call.units, select(hopper)[0].name) == (8, "cuda/prompt8")  # 1,024 tokens
+        assert select(hopper)[0].load is not None
 
 
 def test_steps_that_check_drafts_are_launched_ahead(tmp_path):
