@@ -1,4 +1,4 @@
-"""The models in the cache and their short names, which `lowq ls` lists and commands take wherever they take a model.
+"""The models in the cache and their short names, which `lowq ls` lists; commands and the Python API take them for a model.
 
 Nothing heavy is imported, as the shell asks for these names at a press of Tab.
 """
@@ -67,8 +67,9 @@ def names() -> dict[Path, str]:
     return result
 
 
-def model_path(name: str) -> str:
+def model_path(model: str | os.PathLike[str]) -> str:
     """The folder of the model in the cache that has this short name, or whose folder has it; any other name as it is."""
+    name = state.name_of(model)
     if not name or "/" in name or name in OTHERS or state.user_path(name).exists():
         return name
     return next((str(path) for path, short in names().items() if name in (short, path.name)), name)

@@ -4,6 +4,7 @@ import os
 
 import torch
 
+from lowq_cli.cached_models import model_path
 from lowq_cli.engine.model_record import owned
 from lowq_cli.files.source import open_source
 from lowq_cli.hf.load import PreTrainedModel, load_model
@@ -20,8 +21,8 @@ def load(
     """A model ready for `generate`, and its tokenizer.
 
     Args:
-        model: a folder that lowq wrote, any other safetensors model (folder or hub id), or "demo". A checkpoint of another
-            tool (GPTQ, AWQ, ...) is imported into the cache folder first.
+        model: a folder that lowq wrote, any other safetensors model (folder or hub id), a name of `lowq ls`, or "demo". A
+            checkpoint of another tool (GPTQ, AWQ, ...) is imported into the cache folder first.
         device: "auto" is the GPU where there is one, otherwise the CPU.
         dtype: of activations, scales and dense weights. None is the checkpoint's own; packed weights on a CPU get
             bfloat16, the only dtype that its 4-bit kernel takes.
@@ -33,7 +34,7 @@ def load(
     then raises OverwrittenError, a DamagedError, before it yields another piece; the model's own `forward` and `generate` do
     not look.
     """
-    with open_source(runnable(model)) as source:
+    with open_source(runnable(model_path(model))) as source:
         loaded, tokenizer = load_model(source, device, dtype), load_tokenizer(source)
         if loaded.device.type == "cpu":
             owned(loaded).mapped = source.all_mapped()

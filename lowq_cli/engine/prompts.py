@@ -10,6 +10,7 @@ from numbers import Integral
 from typing import Any
 from weakref import ref
 
+from lowq_cli.cached_models import model_path
 from lowq_cli.calibrate.texts import check_ids
 from lowq_cli.engine.detokenize import shown_tokens
 from lowq_cli.engine.model_record import LOCK, owned
@@ -72,7 +73,8 @@ def stream(
         stop: one or several texts that end a sequence where they occur; they are not part of the result.
         decoder: the decoder; None takes the fastest that can run the model (`lowq_cli.engine.decoders`).
         kv: format of the KV cache: "16", "fp8" or "4" (`lowq_kernels.decode.kv`).
-        draft: the drafter (`lowq_cli.engine.drafts`): "auto", "ngram", "mtp", "none", or the folder of a draft head or model.
+        draft: the drafter (`lowq_cli.engine.drafts`): "auto", "ngram", "mtp", "none", or a draft head or
+            model: its folder, or a name of `lowq ls`.
         images: the prompt's images, each a path, a file's bytes or a PIL image; with several prompts, a sequence of images for
             each. They are placed before the text, also in a chat; a prompt of token ids already contains their tokens.
         think: in a chat, False makes the model answer without thinking first. `marks` of the Generation says how the model
@@ -106,7 +108,7 @@ def stream(
         raise UsageError(f"{missing}=None must be a number; leave it out to turn it off")
     if draft is None:
         raise UsageError('draft=None must be text; draft="none" computes without drafts')
-    draft = os.fspath(draft)
+    draft = model_path(draft)
     sampling = Sampling(temperature, top_k, top_p, repetition_penalty, seed)
     stops = check([stop] if isinstance(stop, str) else stop)
     one, given = _given(prompt)

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from lowq_cli import console
+from lowq_cli.cached_models import model_path
 from lowq_cli.calibrate.texts import WINDOW, check_ids, read_utf8, tokenize, window_of, windows
 from lowq_cli.engine.model_record import owned
 from lowq_cli.engine.sampling import check_finite
@@ -179,7 +180,8 @@ def perplexity(
     """How well a model predicts a text, in windows of 512 tokens, as `lowq eval` measures it.
 
     Args:
-        model, against: checkpoints, model folders or hub ids; `model` is compared with `against`, usually the original.
+        model, against: checkpoints, model folders, hub ids or names of `lowq ls`; `model` is compared with `against`,
+            usually the original.
         text: the text itself, not the name of a file.
         max_tokens: read at most this many tokens of it.
     Returns:
@@ -191,7 +193,8 @@ def perplexity(
     """
     if isinstance(text, Path) or os.path.isfile(text):
         raise UsageError(f"text is the name of a file, {text}; give what it holds: pathlib.Path(...).read_text()")
-    return vars(measure(model, text, against, device, max_tokens)).copy()
+    reference = None if against is None else model_path(against)
+    return vars(measure(model_path(model), text, reference, device, max_tokens)).copy()
 
 
 def _exp(x: float) -> float:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lowq_cli.cached_models import called
+from lowq_cli.cached_models import called, model_path
 from lowq_cli.files.checkpoint import Checkpoint, CheckpointTensor, is_checkpoint, open_checkpoint
 from lowq_cli.files.folder import check_apart, check_room, new_folder, sweep, unfinished_bytes
 from lowq_cli.files.safetensors_io import TensorHeader
@@ -55,7 +55,8 @@ def export(
     """Write `checkpoint` in the format `to` into the folder `out` (by default ./NAME-FORMAT; for gguf a file).
 
     Args:
-        checkpoint: a folder written by lowq or another tool (imported into the cache first); with `kind`, any model.
+        checkpoint: a folder written by lowq or another tool (imported into the cache first), or a name of `lowq ls`; with
+            `kind`, any model.
         to: one of EXPORTED; None selects the first format that holds the checkpoint.
         check_tp: refuse a checkpoint that this many tensor-parallel ranks could not share.
         rounding: accept offsets -zeros * scales rounded to the scales' dtype (MLX, GGUF).
@@ -68,13 +69,14 @@ def export(
     """
     if to is not None and to not in EXPORTED:
         raise targets.no_such("--to", to, EXPORTED)
+    checkpoint = model_path(checkpoint)
     if kind:
         if to not in (None, "gguf"):
             raise UsageError(f"--type {kind} is a mixture of GGUF's types; leave --to {to} out")
         return _quantized_gguf(checkpoint, kind, out, progress, file_bytes)
     there = user_path(checkpoint).exists()
-    folder = runnable(checkpoint) if there else os.fspath(checkpoint)
-    dense, total, stored = without_codes(checkpoint) if folder != os.fspath(checkpoint) else (0, 0, "")
+    folder = runnable(checkpoint) if there else checkpoint
+    dense, total, stored = without_codes(checkpoint) if folder != checkpoint else (0, 0, "")
     as_dense = (
         [f"{dense} of {total} quantized weights are written unpacked: lowq reads {stored} as dense matrices"] if dense else []
     )
@@ -82,7 +84,7 @@ def export(
         name = to or "gguf"
         again = f"lowq quantize {as_argument(checkpoint)} --export {name}"
         raise UnsupportedError(
-            f"{os.fspath(checkpoint)}: lowq reads {stored} as dense matrices, so there are no codes to export; "
+            f"{checkpoint}: lowq reads {stored} as dense matrices, so there are no codes to export; "
             f"take the model it was made from, or round once more: {again}"
         )
     opened = open_checkpoint(folder, f" --export {to}" if to else "")

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lowq_cli.cached_models import model_path
 from lowq_cli.calibrate.requirements import identity
 from lowq_cli.calibrate.texts import Text
 from lowq_cli.files.safetensors_writer import to_json
@@ -54,7 +55,7 @@ def quantize(model: str | os.PathLike[str], out: str | os.PathLike[str] | None =
     """Quantize a model into a checkpoint folder.
 
     Args:
-        model: a model folder, a hub id, or "demo".
+        model: a model folder, a hub id, a name of `lowq ls`, or "demo".
         out: the folder to write; by default ./MODEL-lowq-4b-g64.
         options: the keys of a recipe (docs/recipes.md: bits, group, method, zero, overrides, skip, lm_head, dtype, ...), recipe
             (a TOML file or its name), and device, shard_size, fresh (discard what the folder holds).
@@ -70,7 +71,7 @@ def quantize(model: str | os.PathLike[str], out: str | os.PathLike[str] | None =
     known = ("device", "shard_size", "fresh")
     if unknown := [k for k in options if k not in known]:
         raise UsageError(f"quantize has no option {unknown[0]!r}; there are {', '.join(sorted({*names, *known, 'recipe'}))}")
-    for event in run(model, recipe, out, **options):
+    for event in run(model_path(model), recipe, out, **options):
         if isinstance(event, Finished):
             return event.result.to_json()
     raise AssertionError("a run ends with Finished")

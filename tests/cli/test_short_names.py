@@ -12,6 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import lowq
 from lowq_cli import cached_models, completion, main, state
 
 # Parameters that hold a text and no model, by their names in commands
@@ -179,6 +180,51 @@ def test_what_takes_only_other_models_says_so(commands):
         code, _, err = commands(*words)
         assert code in (2, 3), err
         assert way_out in err
+
+
+TEXT = "Once upon a time there was a girl. " * 20
+# (function, parameter) of the Python API -> a call with a model's name there, and what it returns where that is the demo
+CALLED = {
+    ("load", "model"): lambda name: lowq.load(name, device="cpu")[0].config.model_type,
+    ("perplexity", "model"): lambda name: lowq.perplexity(name, TEXT, device="cpu", max_tokens=64)["tokens"],
+    ("perplexity", "against"): lambda name: lowq.perplexity("demo", TEXT, name, "cpu", 64)["kl"] > 0,
+    ("export", "checkpoint"): lambda name: lowq.export(name, "hqq").out,
+    ("quantize", "model"): lambda name: lowq.quantize(name, device="cpu"),
+    ("stream", "draft"): lambda name: lowq.stream(*lowq.load("demo", device="cpu"), "Once", draft=name).drafting.drafter.name,
+}
+RETURNED = {("load", "model"): "llama", ("export", "checkpoint"): "mine-hqq", ("stream", "draft"): "model mine"}
+RETURNED |= {("perplexity", "model"): 64, ("perplexity", "against"): True}
+ON_A_COMMAND_LINE = {  # the same with a command
+    ("load", "model"): ("generate", "MODEL", "Hi"),
+    ("perplexity", "model"): ("eval", "MODEL"),
+    ("perplexity", "against"): ("eval", "demo", "--against", "MODEL"),
+    ("export", "checkpoint"): ("export", "MODEL", "--to", "hqq"),
+    ("quantize", "model"): ("quantize", "MODEL"),
+    ("stream", "draft"): ("generate", "demo", "Hi", "--draft", "MODEL"),
+}
+
+
+def test_every_parameter_of_the_python_api_that_is_a_path_is_a_model_or_known_to_be_none():
+    functions = [(name, value) for name in lowq.__all__ if inspect.isfunction(value := getattr(lowq, name))]
+    given = [(name, p.name) for name, f in functions for p in inspect.signature(f).parameters.values() if "Path" in str(p)]
+    assert {*given} - {("load", "lora"), ("export", "out"), ("quantize", "out")} == {*CALLED}
+
+
+@pytest.mark.parametrize("where", CALLED, ids=" ".join)
+def test_the_python_api_takes_short_names_and_has_the_errors_of_the_commands(where, commands):
+    call = CALLED[where]
+    if where in RETURNED:
+        assert call("mine") == RETURNED[where]
+    else:
+        with pytest.raises(lowq.LowqError, match="is already a lowq checkpoint"):
+            call("mine")
+    for wrong in ("mime", "of/nobody/mine"):
+        with pytest.raises(lowq.LowqError) as refused:
+            call(wrong)
+        assert (
+            f"lowq: {refused.value}\n".split()
+            == commands(*(wrong if w == "MODEL" else w for w in ON_A_COMMAND_LINE[where]))[2].split()
+        )
 
 
 def test_no_home(cached, monkeypatch):
