@@ -3,15 +3,16 @@
 Nothing heavy is imported, as the shell asks for these names at a press of Tab.
 """
 
+import errno
 import os
 import re
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lowq_cli import state
 from lowq_packers import home
-from lowq_packers.errors import NotFoundError
+from lowq_packers.errors import LowqError, NotFoundError
 
 KINDS = {"run": "runs/*", "import": "imports/*", "refined": "refined/*"}  # kind -> glob in the cache
 MADE_OF = re.compile(r"(.+?)-[0-9a-f]{16}(?:-.*)?")  # the name of a model's folder in the cache; the group is its model's
@@ -19,13 +20,42 @@ DRAFTERS = ("auto", "ngram", "mtp", "none")  # what `--draft` takes besides mode
 OTHERS = ("demo", *DRAFTERS)  # arguments that mean something else, so that no short name is one of them
 
 
-def holds(pattern: str) -> Iterator[Path]:
-    """What the cache holds, without links, because lowq creates none there."""
-    cache = home.cache_dir()
-    for path in cache.glob(pattern):
-        parts = path.relative_to(cache).parts
-        if not any((cache / Path(*parts[: n + 1])).is_symlink() for n in range(len(parts))):
-            yield path
+@contextmanager
+def saying(say: Callable[[str], object]) -> Iterator[None]:
+    """Call `say` with what cannot be read inside, and why, instead of raising an error; not with what does not exist."""
+    try:
+        yield
+    except LowqError as e:  # such as no home, or another user's
+        say(str(e))
+    except OSError as e:
+        path = Path(e.filename or ".")
+        nearest = next(p for p in (path, *path.parents) if os.path.lexists(p))
+        if e.errno != errno.ENOENT or not os.path.exists(nearest):  # a link to nothing
+            say(f"{path} ({e.strerror})")
+
+
+def contents(folder: Path) -> list[Path]:
+    """What a folder holds. Raises OSError, also where its names can be read and nothing else of what it holds."""
+    return [folder / name for name in os.listdir(f"{folder}/.")]
+
+
+def holds(pattern: str, say: Callable[[str], object] = lambda line: None) -> Iterator[Path]:
+    """What the cache holds, without links, because lowq creates none there. say: called with each place that is left out."""
+    with saying(say):
+        yield from _matching(home.cache_dir(), pattern.split("/"), say)
+
+
+def _matching(folder: Path, parts: Sequence[str], say: Callable[[str], object]) -> Iterator[Path]:
+    with saying(say):
+        for path in contents(folder):
+            if parts[0] not in ("*", path.name):
+                continue
+            if path.is_symlink():
+                say(f"{path} (a link, which is not followed)")
+            elif parts[1:]:
+                yield from _matching(path, parts[1:], say)
+            else:
+                yield path
 
 
 def model_name(folder: Path) -> str:
@@ -51,7 +81,7 @@ def names() -> dict[Path, str]:
     """
     written, taken = dict[Path, float](), set[str]()
     for pattern in KINDS.values():
-        with suppress(NotFoundError, OSError):  # no home, or a folder that this user cannot read
+        with suppress(OSError):  # a model that is removed meanwhile
             for path in holds(pattern):
                 config = path / "config.json"
                 if path.suffix != ".partial" and os.path.isfile(config):

@@ -1,14 +1,16 @@
 """The folders and files on this disk that lowq wrote and remembers: checkpoints, exports, unfinished output, and the cache."""
 
+import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lowq_cli import cached_models, state
+from lowq_cli.cached_models import contents, saying
 from lowq_cli.files.folder import BusyError, busy, discard, held, left
 from lowq_cli.files.locks import is_held
 from lowq_cli.files.source import CONFIG, HEAD, HEAD_NOTES, HEAD_STATE
@@ -16,6 +18,7 @@ from lowq_cli.files.weight_files import SINGLE
 from lowq_cli.run import output_folder
 from lowq_packers.atomic import sweep
 from lowq_packers.errors import NotFoundError, UsageError
+from lowq_packers.regular import open_regular
 
 # Kind -> glob in the cache: checkpoints, then the folders of what quantizing generated and measured, one place each.
 CACHED = {**cached_models.KINDS, "export": "exports/*/*"}
@@ -54,39 +57,53 @@ class Holding:
         return max(0.0, time.time() - self.time)
 
 
-def holdings() -> list[Holding]:
+def holdings(say: Callable[[str], object] = lambda line: None) -> list[Holding]:
     """All holdings, the newest first, with different short names: paths relative to the working folder, and in the cache
-    `cached_models.names`, else the last part of the path."""
+    `cached_models.names`, else the last part of the path. say: called with a line that names what cannot be read."""
     here, names = Path.cwd(), cached_models.names()
 
     def short(path: Path) -> str:
         outside = path.relative_to(here) if path.is_relative_to(here) else path
         return names.get(path) or (path.name if state.is_cached(path) else str(outside))
 
-    return [replace(h, short=short(h.path)) for h in sorted((*_remembered(), *_cached()), key=lambda h: -h.time)]
+    unread = list[str]()
+    found = sorted((*_remembered(unread.append), *_cached(unread.append)), key=lambda h: -h.time)
+    if unread:
+        say(f"not everything is listed: {'; '.join(dict.fromkeys(unread))}")
+    return [replace(h, short=short(h.path)) for h in found]
 
 
-def _remembered() -> Iterator[Holding]:
+def _remembered(say: Callable[[str], object]) -> Iterator[Holding]:
     """Holdings outside of the cache: folders with the run's id in their report or journal, and unchanged exports."""
-    folders = {k.checkpoint: k.run for k in state.known()}
+    for file in (state.LAST, state.EXPORTS):
+        with saying(say):
+            (state.state_dir() / file).stat()
+            os.close(open_regular(state.state_dir() / file))
+    folders = dict[Path, str]()
+    with saying(say):
+        folders = {k.checkpoint: k.run for k in state.known()}
     for folder, run in folders.items():
-        mark = "" if folder.is_symlink() else output_folder.run_in(folder)
-        if mark and run in ("", mark):
-            yield _holding(folder, "checkpoint" if (folder / CONFIG).is_file() else UNFINISHED)
+        with saying(say):
+            mark = "" if folder.is_symlink() or folder.is_file() or not contents(folder) else output_folder.run_in(folder)
+            if mark and run in ("", mark):
+                yield _holding(folder, "checkpoint" if (folder / CONFIG).is_file() else UNFINISHED)
     for target in state.begun():
-        if target not in folders and target.is_dir() and not target.is_symlink() and output_folder.run_in(target):
-            yield _holding(target, "checkpoint" if (target / CONFIG).is_file() else UNFINISHED)
-        if target.parent.is_dir():
-            for folder, _ in left(target):
-                yield _holding(folder, UNFINISHED, target.name)
+        with saying(say):
+            if target not in folders and target.is_dir() and not target.is_symlink() and output_folder.run_in(target):
+                yield _holding(target, "checkpoint" if (target / CONFIG).is_file() else UNFINISHED)
+            if target.parent.is_dir():
+                for folder, _ in left(target):
+                    yield _holding(folder, UNFINISHED, target.name)
     for out in state.exported():
-        yield _holding(out, EXPORT)
+        with saying(say):
+            if state.export_of(out)[0]:
+                yield _holding(out, EXPORT)
 
 
-def _cached() -> Iterator[Holding]:
+def _cached(say: Callable[[str], object]) -> Iterator[Holding]:
     """What the cache holds."""
     for kind, pattern in CACHED.items():
-        for path in cached_models.holds(pattern):
+        for path in cached_models.holds(pattern, say):
             if named := PARTIAL.fullmatch(path.name):
                 yield _holding(path, UNFINISHED, named[1])
             else:
@@ -102,12 +119,13 @@ def _holding(path: Path, kind: str, target: str = "") -> Holding:
     return Holding(path, kind, sum(f.st_size for f in files), changed, target)
 
 
-def named(names: list[str], cached: bool) -> list[Holding]:
-    """The holdings that these paths or last parts of paths name, and with `cached` all holdings in the cache.
+def named(names: list[str], cached: bool, say: Callable[[str], object]) -> list[Holding]:
+    """The holdings that these paths or last parts of paths name, and with `cached` all holdings in the cache. say: as of
+    `holdings`.
 
     Raises NotFoundError for a name that matches no holding, UsageError for an ambiguous one.
     """
-    every = holdings()
+    every = holdings(say)
     chosen = [h for h in every if cached and h.cached]
     for name in names:
         given = state.user_path(name).absolute()

@@ -112,10 +112,18 @@ def known(say: Callable[[str], object] = lambda line: None) -> list[Known]:
             )
             for r in rows
         ]
-    except (LowqError, ValueError, KeyError, TypeError, AttributeError, RecursionError):  # invalid JSON, or another structure
+    except (OSError, LowqError, ValueError, KeyError, TypeError, AttributeError, RecursionError):  # or another structure
         say(f"the list of checkpoints in {path} cannot be read; the next one that is written begins it anew")
         return []
-    return [k for k in entries if k.checkpoint.is_dir() or (k.checkpoint.suffix == ".gguf" and k.checkpoint.is_file())]
+    return [k for k in entries if _is_there(k.checkpoint)]
+
+
+def _is_there(checkpoint: Path) -> bool:
+    """Whether a checkpoint still exists; one that this user may not see at the moment is not forgotten."""
+    try:
+        return checkpoint.is_dir() or (checkpoint.suffix == ".gguf" and checkpoint.is_file())
+    except PermissionError:
+        return True
 
 
 def source_of(checkpoint: Path, report: Mapping[str, Any]) -> str | None:
@@ -199,8 +207,8 @@ def export_of(out: Path) -> tuple[str, dict[str, Any]]:
 
 
 def exported() -> list[Path]:
-    """The unchanged exports outside of the cache, the newest last."""
-    return [out for out in map(Path, _exports()) if not is_cached(out) and not out.is_symlink() and export_of(out)[0]]
+    """The exports outside of the cache, the newest last; some may have changed by now, or no longer exist."""
+    return [out for out in map(Path, _exports()) if not is_cached(out) and not os.path.islink(out)]
 
 
 def remember_export(out: Path, run: str, written: Path, facts: Mapping[str, Any] | None = None) -> None:
@@ -216,12 +224,14 @@ def remember_export(out: Path, run: str, written: Path, facts: Mapping[str, Any]
 def run_of(model: str, recipe: str | None) -> str | None:
     """The cached checkpoint that `lowq run` made from a local folder or the bundled model, if neither has changed since."""
     folder = DEMO if model == "demo" else user_path(model)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return None
     checkpoint, *stamps = _runs().get(f"{folder.resolve()} {recipe or ''}", [""])
-    if not checkpoint or stamps != [_stamp(folder), _stamp(Path(checkpoint))]:
+    try:
+        same = stamps == [_stamp(folder), _stamp(Path(checkpoint))]
+    except OSError:  # some of it cannot be read: what opens it says so
         return None
-    return str(checkpoint)
+    return str(checkpoint) if checkpoint and same else None
 
 
 def remember_run(model: str, recipe: str | None, checkpoint: str) -> None:

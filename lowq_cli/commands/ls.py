@@ -12,7 +12,7 @@ def ls(as_json: AsJson = False) -> None:
     """List what lowq wrote on this disk: checkpoints, exports, and what its cache holds besides compiled kernels."""
     from lowq_cli import inventory
 
-    holdings = inventory.holdings()
+    holdings = inventory.holdings(console.warn)
     total = sum(h.nbytes for h in holdings)
     if as_json:
         rows = [

@@ -27,7 +27,7 @@ def rm(
 
     if not names and not cached:
         raise UsageError("name what to remove (lowq ls lists it), or --cached for all of the cache")
-    holdings = inventory.named(names or [], cached)
+    holdings = inventory.named(names or [], cached, console.warn)
     if not yes:
         _ask([f"{h.path} ({h.kind}, {console.size(h.nbytes)})" for h in holdings], as_json)
     removed = []

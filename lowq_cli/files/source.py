@@ -281,7 +281,7 @@ def _refuse_mistyped(name: str) -> None:
 def nearby(name: str) -> str:
     """The most similar name of a sibling folder, a known checkpoint or a cached model: "did you mean ...?"; or ""."""
     path = user_path(name)
-    siblings = [p for p in path.parent.glob("*") if (p / CONFIG).is_file() or p.suffix == ".gguf"]
+    siblings = [p for p in path.parent.glob("*") if os.path.isfile(p / CONFIG) or p.suffix == ".gguf"]
     spelled = {p.name: str(p) for p in (*(k.checkpoint for k in known()), *siblings)}
     spelled |= {name: name for name in cached_models.names().values()}
     spelled["demo"] = "demo"  # the bundled model takes precedence over a folder of that name

@@ -244,8 +244,8 @@ def _in_folders(folders: Sequence[str]) -> list[tuple[str, Path]]:
             models.append(folder.absolute())
             continue
         inner = sorted(folder.iterdir())
-        files = [p for p in inner if p.suffix == ".gguf" and p.is_file() and "mmproj" not in p.name]  # towers, found by models
-        models += [p.absolute() for p in inner if (p / CONFIG).is_file() or p in files]
+        files = [p for p in inner if p.suffix == ".gguf" and isfile(p) and "mmproj" not in p.name]  # towers, found by models
+        models += [p.absolute() for p in inner if isfile(p / CONFIG) or p in files]
     return [(p.stem if p.suffix == ".gguf" else model_name(p), p) for p in models]
 
 

@@ -7,14 +7,17 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 import pytest
 
-from lowq_cli import inventory, main, state
+from lowq_cli import completion, console, inventory, main, state
 from lowq_cli.files import folder
+from lowq_cli.files.source import nearby
 from lowq_cli.serving.catalog import Config, gather, given_name
 
 SHORT = ("--max-new-tokens", "4", "--device", "cpu", "--temperature", "0")
@@ -212,6 +215,100 @@ def test_rm_of_the_cache_follows_no_link(lowq, tmp_path, at):
     assert lowq("rm", "--cached", "--yes")[0] == 0
     assert (outside / "sub" / "config.json").is_file()
     assert lowq("ls")[1] == ""
+
+
+def replaced(by):
+    """A function: put something else in the place of a folder or file."""
+
+    def put(path):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        by(path)
+
+    return put
+
+
+UNREADABLE = {  # what happened to a folder or file
+    "forbidden": lambda path: path.chmod(0),
+    "names only": lambda path: path.chmod(0o444),
+    "no names": lambda path: path.chmod(0o111),
+    "a file": replaced(lambda path: path.write_text("x")),
+    "a link to nothing": replaced(lambda path: path.symlink_to("/nowhere")),
+    "a link to itself": replaced(lambda path: path.symlink_to(path)),
+}
+HELD = {  # what is listed -> the place that remembers it
+    "cache/lowq/runs/mine-0123456789abcdef": "cache",
+    "cache/lowq/imports/other-0123456789abcdef": "cache",
+    "cache/lowq/exports/awq/exported-0123456789abcdef": "cache",
+    "cache/lowq/own-text": "cache",
+    "far/known": "state/lowq/last.json",
+    "far/exported": "state/lowq/exports.json",
+}
+PLACES = sorted({str(p) for path in HELD for p in (Path(path), *Path(path).parents)} - {".", "far"} | {"far", *HELD.values()})
+PLACES += ["state", "state/lowq", "far/exported/config.json"]
+CASES = [(place, how) for place, how in product(PLACES, UNREADABLE) if not (place.endswith("json") and how == "a file")]
+
+
+@pytest.mark.parametrize(("place", "how"), CASES)
+def test_what_cannot_be_read_is_named_and_the_rest_is_listed(place, how, monkeypatch, capsys):
+    """As a user whom permissions bind, which they do not bind root."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        here = Path(folder)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(here / "cache"))
+        monkeypatch.setenv("XDG_STATE_HOME", str(here / "state"))
+        monkeypatch.chdir("/")
+        for path in HELD:
+            written(here / path)
+        state.remember(here / "far" / "known", "0123456789abcdef")
+        state.begin(here / "far" / "begun")
+        state.remember_export(here / "far" / "exported", "a run", here / "far" / "exported")
+        assert main.main(["ls", "--json"]) == 0  # and imports what another user may not read
+        assert {h["path"] for h in json.loads(capsys.readouterr().out)["holdings"]} == {str(here / path) for path in HELD}
+        console.warn("")
+        for path in (here, *here.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        UNREADABLE[how](here / place)
+        capsys.readouterr()
+        before = os.geteuid()
+        try:
+            if before == 0:
+                os.seteuid(65534)
+            code, (out, err) = main.main(["ls", "--json"]), capsys.readouterr()
+            refused, said = main.main(["rm", "--cached"]), capsys.readouterr().err
+            offered, served, begun = completion.checkpoints(""), gather(Config()), state.run_of(str(here / "far/known"), None)
+        finally:
+            os.seteuid(before)
+            if not (here / place).is_symlink():
+                (here / place).chmod(0o755)
+        assert (code, refused, begun) == (0, 2, None), err
+        listed = {str(Path(h["path"]).relative_to(here)) for h in json.loads(out)["holdings"]}
+        known = {path for path, by in HELD.items() if not f"{by}/".startswith(f"{place}/")}
+        assert {path for path in known if not f"{path}/".startswith(f"{place}/") and not place.startswith(path)} <= listed
+        removed = place in ("far", "far/known", "far/exported") and how.startswith("a ")  # which is nothing to tell
+        if {*HELD} - listed and not removed:
+            assert err.count("warning: not everything is listed: ") == said.count("warning: not everything is listed: ") == 1
+            assert place in err.replace("\n", "")
+        assert {offer.path for offer in served.values()} <= {str(here / path) for path in listed}
+        assert ("other" in offered) == ("cache/lowq/imports/other-0123456789abcdef" in listed) or place.endswith("cdef")
+
+
+def test_a_model_beside_a_forbidden_folder_is_found_and_proposed(monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setenv("XDG_CACHE_HOME", folder)
+        monkeypatch.setenv("XDG_STATE_HOME", folder)
+        mine, forbidden = written(Path(folder) / "models" / "mine"), written(Path(folder) / "models" / "forbidden")
+        for path in (Path(folder), *Path(folder).rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        (mine.parent / "to-nothing").symlink_to("/nowhere")
+        forbidden.chmod(0)
+        before = os.geteuid()
+        try:
+            if before == 0:
+                os.seteuid(65534)
+            assert [*gather(Config(), [str(mine.parent)])] == ["mine"]
+            assert nearby(f"{mine.parent}/mime") == f"did you mean {mine}?"
+        finally:
+            os.seteuid(before)
+            forbidden.chmod(0o755)
 
 
 def interrupted(command, at, tmp_path):
