@@ -410,7 +410,7 @@ def _hub_error(repo: str, e: Exception) -> LowqError:
         return UnsupportedError(f"{repo} has no safetensors weights; pickles can run any code, so lowq does not open them")
     answered = getattr(e, "response", None) is not None  # the client's errors of HTTP are OSErrors, too
     offline = kind in ("LocalEntryNotFoundError", "OfflineModeIsEnabled") or "Connect" in kind
-    if offline or (isinstance(e, OSError) and not answered):
+    if offline or (isinstance(e, OSError) and not answered and not e.filename):  # a file's error is one of the hub's cache
         return NotFoundError(
             f"cannot reach huggingface.co and {repo} is not in the local cache; go online, give a model folder, or use: demo"
         )

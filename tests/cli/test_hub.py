@@ -139,6 +139,19 @@ def test_a_dry_run_fetches_config_and_headers_only_and_refusals_are_told_apart(t
     assert "\n" not in odd["said"]
 
 
+def test_what_is_wrong_with_the_cache_is_not_told_of_the_network(tmp_path):
+    handler = type("Local", (Hub,), {"folder": write_model(tmp_path / "model"), "sent": Counter()})
+    (tmp_path / "cache").write_text("a file in its place")
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        requests = [("org/model", False), ("org/model", True)]
+        for result in opened(f"http://127.0.0.1:{server.server_port}", tmp_path / "cache", *requests):
+            assert (result["error"], result["code"]) == ("NotFoundError", 3)
+            assert result["said"].startswith("cannot fetch org/model: ")
+            assert f"{tmp_path / 'cache'}" in result["said"]
+        server.shutdown()
+
+
 def test_a_second_download_of_a_model_waits_and_says_for_which_process(tmp_path):
     asked, go_on = Event(), Event()
 
