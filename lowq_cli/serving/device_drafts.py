@@ -24,6 +24,8 @@ from lowq_cli.engine.state import BLOCK
 from lowq_cli.serving.batch_state import BatchState
 from lowq_cli.serving.draft_graphs import After, Compute, DraftGraphs
 from lowq_cli.serving.model_runner import ModelRunner, most_recorded
+from lowq_cli.serving.pass_sizes import RECORDED
+from lowq_kernels.decode.mixture import FEW_TOKENS
 from lowq_kernels.decode.reference import Packed
 from lowq_kernels.decode.runs import Run, Runs
 from lowq_packers.arch.parts import Pages
@@ -357,11 +359,15 @@ def _places(texts: Sequence[Rows], shifted: bool) -> np.ndarray:
     return np.stack((table, within, at + within, of, tokens, np.where(first < 0, -1, first + within)))
 
 
-def recorded_totals(drafter: PagedDrafter, state: Sequence[KeyValues], totals: Sequence[int]) -> list[int]:
-    """Return those of `totals`, the numbers of rows of passes with prompts, after which a drafter's work is recorded. Its
-    layers have the limit that a model's have: where no kernel takes experts, every replay would copy those of each row."""
-    most = min(most_recorded(drafter.plan, state), drafter.plan.most_recorded)
-    return [M for M in totals if most >= M]
+def recorded(
+    drafter: PagedDrafter, state: Sequence[KeyValues], sizes: Sequence[int], totals: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """Return those of `sizes` and `totals`, the numbers of rows of passes with drafts and with prompts, after which a drafter's
+    work is recorded. Its layers have the limits that a model's have: where no kernel takes experts, every replay would copy
+    those of each row, and the host groups those of many rows."""
+    plan = drafter.plan
+    most = min(plan.most_recorded, FEW_TOKENS if plan.grouped_by_host else RECORDED)
+    return [M for M in sizes if most >= M], [M for M in totals if min(most, most_recorded(plan, state)) >= M]
 
 
 def why_not(drafter: PagedDrafter, plan: Plan) -> str:

@@ -19,7 +19,7 @@ from lowq_cli.engine.drafts.ngram import NGram
 from lowq_cli.engine.drafts.rates import BEFORE, Rates
 from lowq_cli.engine.plan import Plan
 from lowq_cli.engine.sampling import drawable, not_finite
-from lowq_cli.serving.device_drafts import DeviceDrafts, Rows, recorded_totals
+from lowq_cli.serving.device_drafts import DeviceDrafts, Rows, recorded
 from lowq_cli.serving.device_drafts import why_not as drafter_why_not
 from lowq_cli.serving.draft_budget import Answers, Choice, choose
 from lowq_cli.serving.draft_costs import DraftCosts
@@ -92,8 +92,8 @@ class DraftChoice(NamedTuple):
             state = [*state, *self.drafter.lent(runner.state)]
             guesses = DeviceDrafts(self.drafter, runner.rows, state, runner.slots)
             if runner.device.type == "cuda":
-                totals = recorded_totals(self.drafter, state, runner.sizes.totals)
-                guesses.record(runner, passes.sizes, totals, runner.sizes.most)
+                rows = recorded(self.drafter, state, passes.sizes, runner.sizes.totals)
+                guesses.record(runner, *rows, runner.sizes.most)
         return DraftRounds(passes, scheduler, special, guesses), ""
 
 

@@ -37,9 +37,11 @@ from lowq_cli.engine.drafts.rates import BEFORE, Rates
 from lowq_cli.engine.mixer_steps import AttendLatent
 from lowq_cli.engine.model_record import tuned_by
 from lowq_cli.engine.plan import Plan, plan_of
-from lowq_cli.serving.device_drafts import NUMBERS, Rows, recorded_totals, why_not
+from lowq_cli.hf.experts import FEW_ROWS
+from lowq_cli.serving.device_drafts import NUMBERS, Rows, recorded, why_not
 from lowq_cli.serving.draft_budget import choose
 from lowq_cli.serving.draft_graphs import MOST, After, DraftGraphs
+from lowq_cli.serving.draft_passes import FEWEST, MOST_ROWS
 from lowq_cli.serving.draft_rounds import MISSED, SHORT
 from lowq_cli.serving.guessing import Guessed
 from lowq_cli.serving.pass_sizes import RECORDED, TOTALS
@@ -375,23 +377,25 @@ def test_the_number_of_recordings_has_a_limit():
 
 
 @pytest.mark.parametrize("both", ["EAGLE-3", "MTP of deepseek_v3", "MTP of glm4_moe"], indirect=True)
-def test_prompts_are_recorded_as_far_as_a_drafters_own_layers_can_be(both):
-    """Whatever the model's can: here its experts are dense, which no kernel takes, or the host groups those of many tokens."""
+def test_passes_are_recorded_as_far_as_a_drafters_own_layers_can_be(both):
+    """Whatever the model's can: here its experts are dense, which no kernel takes, or the host groups those of many tokens.
+    Where only prompts cannot be recorded, passes with drafts are."""
     drafter = both[1]
     state = [KeyValues(torch.zeros(1), None) for _ in drafter.plan.states]
 
     def most(refuse=None, waits=False):
         latent = replace(drafter.plan.ops.latent, refuse=lambda *call: refuse)
         with patch.object(drafter.plan, "ops", replace(drafter.plan.ops, latent=latent, packed_waits=lambda *call: waits)):
-            return max(recorded_totals(drafter, state, TOTALS), default=0)
+            return [max(rows, default=0) for rows in recorded(drafter, state, (*FEWEST, 32, 64, 128, MOST_ROWS), TOTALS)]
 
     dense = drafter.name == "MTP"
-    assert most() == (0 if dense else RECORDED)
+    assert most() == ([FEW_ROWS // 2, 0] if dense else [MOST_ROWS, RECORDED])  # two experts for each token
     latents = any(isinstance(step, AttendLatent) for step in drafter.plan.steps)
     with patch.object(Plan, "most_recorded", math.inf):
-        assert most() == (FEW_TOKENS if dense else RECORDED)
-        assert most(refuse="no kernel") == (0 if latents else most())
-        assert most(waits=True) == (most() if latents else 0)
+        drafted, totals = most()
+        assert [drafted, totals] == ([FEW_TOKENS, FEW_TOKENS] if dense else [MOST_ROWS, RECORDED])
+        assert most(refuse="no kernel") == [drafted, 0 if latents else totals]
+        assert most(waits=True) == [drafted, totals if latents else 0]
 
 
 @pytest.mark.parametrize("both", ["EAGLE-3", "itself"], indirect=True)
