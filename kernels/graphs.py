@@ -5,25 +5,32 @@ dropped at any moment: by a full cache, by a thread that unloads a model, or by 
 runs. So a `Graph` that is dropped meanwhile is kept in a list until the recording has ended.
 
 Other threads may use the GPU while one records, and wait for events and for streams that are not recorded. A wait for the whole
-device is refused in any thread then, and spoils the recording: `wait` waits for the end of the recording first.
+device is refused in any thread then, and spoils the recording: `wait` waits for the end of the recording first. Nor does torch
+give cached memory back then, for which it would wait: `retried` loads a model again that found no room.
 """
 
 import ctypes
 import gc
 import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import wraps
 from threading import Lock, get_ident
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from weakref import finalize
 
 import torch
 
 from lowq_kernels import counters
+from lowq_packers.errors import DoesNotFitError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _busy = Lock()  # held while a graph is recorded, while graphs are freed, and during a wait for a whole device
 _recording: set[int] = set()  # the thread that records
+_recorded = 0  # recordings that have ended
 _dropped: deque[Any] = deque()  # graphs that nothing uses any more
 _THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
@@ -42,6 +49,7 @@ class Graph:
 
         pool: the memory pool of an earlier graph; torch's release of cached memory is then skipped.
         """
+        global _recorded
         graph, shared = self._held[0], {} if pool is None else {"pool": pool}
         with _alone():
             if pool is None:
@@ -53,6 +61,7 @@ class Graph:
                     yield
                 finally:
                     self._arenas = counters.arenas()
+                    _recorded += 1
                     _end(graph, stream)
 
     def replay(self) -> None:
@@ -77,6 +86,24 @@ def empty_cache() -> None:
     """Give torch's cached memory back to the devices, which torch does not do while any thread records."""
     with _alone():
         torch.cuda.empty_cache()
+
+
+def retried(load: Callable[P, T]) -> Callable[P, T]:
+    """`load`, called once more if it found too little memory while a graph was recorded."""
+
+    @wraps(load)
+    def loading(*args: P.args, **kwargs: P.kwargs) -> T:
+        before = _recorded
+        try:
+            return load(*args, **kwargs)
+        except DoesNotFitError:
+            if before == _recorded and not _busy.locked():
+                raise
+        gc.collect()  # errors of threads refer to themselves, and hold what was loaded until then
+        empty_cache()
+        return load(*args, **kwargs)
+
+    return loading
 
 
 def _end(graph: Any, stream: torch.cuda.Stream | None) -> None:

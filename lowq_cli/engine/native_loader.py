@@ -28,6 +28,7 @@ from lowq_cli.hf.embedding import QuantEmbedding, TiedHead
 from lowq_cli.hf.experts import QuantExperts
 from lowq_kernels.activations import check_act
 from lowq_kernels.decode import activation
+from lowq_kernels.graphs import retried
 from lowq_kernels.modules.joined import SideBySide, dense, weight_of
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_kernels.modules.stack import Stack
@@ -78,6 +79,7 @@ class ScaledEmbedding(nn.Embedding):
         return super().forward(ids) * scale
 
 
+@retried
 def read(source: Source, device: torch.device, by: type[Reader] = Reader) -> NativeModel:
     """Load the model of an open source, with a reader of the class `by`.
 

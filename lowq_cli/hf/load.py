@@ -19,6 +19,7 @@ from lowq_cli.hf.skeleton import model_class
 from lowq_cli.hf.structure import check_affordable, check_plausible
 from lowq_cli.hf.swap import prepare, unprepared
 from lowq_kernels.dispatch import tuning
+from lowq_kernels.graphs import retried
 from lowq_packers.errors import DamagedError, DoesNotFitError, UnsupportedError, UsageError, library_errors, naming
 from lowq_packers.heads import is_head
 from lowq_packers.qtensor import check_fits, float_dtype
@@ -31,6 +32,7 @@ def pick_dtype(dtype: torch.dtype | str | None, packed: bool, device: torch.devi
     return float_dtype(dtype)
 
 
+@retried
 def load_model(source: Source, device: str | torch.device = "auto", dtype: torch.dtype | str | None = None) -> PreTrainedModel:
     """The model of an open source; see `lowq_cli.loading.load`."""
     register()

@@ -31,7 +31,7 @@ from lowq_kernels.decode.prompt_call import PromptCall
 from lowq_kernels.decode.reference import TILE
 from lowq_kernels.dispatch.precompile import launch_all
 from lowq_kernels.dispatch.registry import find
-from lowq_kernels.graphs import empty_cache, wait
+from lowq_kernels.graphs import empty_cache, retried, wait
 from lowq_packers.arch.parts import Pages, Recurrent
 from lowq_packers.errors import DoesNotFitError
 
@@ -111,6 +111,7 @@ class Cache:
     drafter: list[KeyValues]
 
 
+@retried
 @torch.inference_mode()
 def make_cache(
     model: Any,

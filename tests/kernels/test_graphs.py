@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from lowq_kernels import counters
-from lowq_kernels.graphs import Graph, empty_cache, wait
+from lowq_kernels.graphs import Graph, empty_cache, retried, wait
+from lowq_packers.errors import DoesNotFitError
 
 ROOT = Path(__file__).parents[2]
 POOL = (0, 1)
@@ -239,6 +240,50 @@ def test_what_waits_for_the_device_and_a_recording_exclude_each_other(call, fail
     assert device.waits == [(0, 0)] * ((8 if pool is None else 4) * TIMES)
     assert device.most == 1
     assert device.freed == [False] * 2 * TIMES
+
+
+@pytest.mark.parametrize("ends", ["after the failure", "before the failure", "before the load", "never begun"])
+@pytest.mark.parametrize("small", [False, True], ids=["", "too large in any case"])
+def test_a_load_that_found_no_memory_during_a_recording_begins_again_when_cached_memory_is_given_back(ends, small, monkeypatch):
+    """A load beside no recording fails at once: torch has given its cached memory back by itself."""
+    device, given_back, tries = Device(), [], []
+    begun, go_on = threading.Event(), threading.Event()
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: given_back.append(device.recordings))
+
+    def record():
+        with device.graph().recording(None, POOL):
+            begun.set()
+            assert go_on.wait(20)
+
+    @retried
+    def load(name):
+        tries.append(name)
+        if ends == "before the failure":
+            end()
+        if small or not given_back:
+            threading.Timer(SOON_S, go_on.set).start()
+            raise DoesNotFitError(name)
+        return name
+
+    def end():
+        go_on.set()
+        recorder.join(20)
+
+    recorder = threading.Thread(target=record)
+    if ends != "never begun":
+        recorder.start()
+        assert begun.wait(20)
+    if ends == "before the load":
+        end()
+    beside = ends in ("after the failure", "before the failure")
+    if beside and not small:
+        assert load("a model") == "a model"
+    else:
+        with pytest.raises(DoesNotFitError):
+            load("a model")
+    assert (tries, given_back) == (["a model"] * (2 if beside else 1), [0] if beside else [])
+    if ends != "never begun":
+        end()
 
 
 def test_the_stand_in_shows_a_wait_during_a_recording():
