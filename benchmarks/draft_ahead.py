@@ -14,7 +14,7 @@ from itertools import count, islice, product
 from typing import Any
 
 from draft_follow import report_of
-from draft_http import LOADS, LONG, loads, paragraphs, parser_of
+from draft_http import LOADS, LONG, grown_parser, loads, paragraphs
 from drafts import NEW, Row, served_loop
 from grown import grown
 from vllm_speed import SHAPES
@@ -75,7 +75,7 @@ def measured(engine: Any, texts: list[list[int]], users: int, load: str, mode: s
 
 def main() -> None:
     """Write the model, start an engine, measure."""
-    parser = parser_of(__doc__)
+    parser = grown_parser(__doc__)
     parser.add_argument("--plan", default=PLAN)
     parser.add_argument("--turns", type=int, default=2)
     args = parser.parse_args()

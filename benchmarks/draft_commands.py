@@ -57,11 +57,11 @@ def main() -> None:
     args = parser.parse_args()
     (args.work / "home").mkdir(parents=True, exist_ok=True)
     report, tokenizer = report_of(args, "draft_commands.json"), AutoTokenizer.from_pretrained(args.base)
-    texts = prompts(tokenizer, args.texts.read_text())
+    texts = prompts(tokenizer, "\n\n".join(map(Path.read_text, args.texts)))
     shapes: dict[str, Any] = SHAPES | {"1b": SHAPES["8b"] | SMALLER}
     for shape in args.shapes.split(","):
         folder, whole = args.work / shape, args.work / f"{shape}-16"
-        grown(Path(args.base), whole, shapes[shape], args.device, 16)
+        grown(args.base, whole, shapes[shape], args.device, 16)
         _, seconds, _ = run(args, "quantize", str(whole), "--out", str(folder), "--method", "rtn", "--json")
         report({"model": shape, "quantize_s": seconds})
         shutil.rmtree(whole)

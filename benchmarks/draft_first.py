@@ -65,6 +65,7 @@ def main() -> None:
     """Measure and write."""
     parser = parser_of(__doc__)
     parser.add_argument("--shapes", default="8b,1b")
+    parser.add_argument("--variant", default="4h8")
     parser.add_argument("--new", default="64,250", help="tokens of a text")
     parser.add_argument("--each", type=int, default=2, help="prompts of each kind")
     args = parser.parse_args()

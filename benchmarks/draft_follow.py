@@ -41,11 +41,10 @@ Texts = dict[str, list[tuple[list[int], list[int]]]]  # kind -> (prompt, answer)
 
 
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
-    """The arguments of a benchmark in which a small model's texts are written by a large one."""
+    """The flags of a benchmark in which a small trained model's texts are written by a large one."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--base", required=True, help="the small model's folder")
-    parser.add_argument("--texts", type=Path, required=True, help="paragraphs that prompts are made of")
-    parser.add_argument("--variant", default="4h8")
+    parser.add_argument("--base", type=Path, required=True, help="the small model's folder")
+    parser.add_argument("--texts", type=Path, nargs="+", required=True, help="paragraphs that prompts are made of")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path)
     return parser
@@ -72,7 +71,7 @@ def answers_of(args: argparse.Namespace, new: int, longest: int = LONGEST) -> tu
     """
     small, tokenizer = ready(args.base, args.device)
     found: Texts = {}
-    for kind, some in prompts(tokenizer, args.texts.read_text()).items():
+    for kind, some in prompts(tokenizer, "\n\n".join(map(Path.read_text, args.texts))).items():
         made = (stream(small, tokenizer, ids, max_new_tokens=new, draft="none") for ids in some if len(ids) < longest)
         whole = (g for g in made if list(g) and len(g.tokens[0]) == new)
         found[kind] = [(g.prompts[0], g.tokens[0]) for g in islice(whole, args.each)]
@@ -192,6 +191,7 @@ def main() -> None:
     """Measure and write."""
     parser = parser_of(__doc__)
     parser.add_argument("--shape", default="8b")
+    parser.add_argument("--variant", default="4h8")
     parser.add_argument("--each", type=int, default=6, help="prompts of each kind")
     parser.add_argument("--users", default="", help="numbers of users of the server")
     parser.add_argument("--requests", type=int, default=8, help="of each user")

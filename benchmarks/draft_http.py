@@ -34,7 +34,7 @@ from typing import Any
 
 import drafts
 import torch
-from draft_follow import report_of
+from draft_follow import parser_of, report_of
 from draft_heads import greedy, guessed, right_of
 from drafts import NEW, Row
 from grown import GROUP, grown, grown_head
@@ -200,21 +200,17 @@ async def measure(servers: list[Server], args: argparse.Namespace, prompts: dict
                 report({"server": one.name, "failed": traceback.format_exc()[-3000:]})
 
 
-def parser_of(doc: str | None) -> argparse.ArgumentParser:
-    """The flags of a script that measures a small trained model inside a large one's shape."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+def grown_parser(doc: str | None) -> argparse.ArgumentParser:
+    """The flags of a script that writes the small model inside a large one's shape."""
+    parser = parser_of(doc)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--base", type=Path, required=True)
-    parser.add_argument("--texts", type=Path, nargs="+", required=True)
     parser.add_argument("--shape", default="8b", choices=SHAPES)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path)
     return parser
 
 
 def main() -> None:
     """Write the model, start the servers, measure, stop them."""
-    parser = parser_of(__doc__)
+    parser = grown_parser(__doc__)
     parser.add_argument("--servers", help="default: lowq and vllm, each without drafts and with n-grams or the head")
     parser.add_argument("--users", type=lambda s: [int(n) for n in s.split(",")], default=[16, 64, 1])
     parser.add_argument("--loads", default="copying,free", help="some of " + ", ".join(LOADS))

@@ -14,7 +14,7 @@ from typing import Any
 
 from draft_commands import run
 from draft_follow import report_of
-from draft_http import parser_of
+from draft_http import grown_parser
 from grown import grown
 from transformers import AutoTokenizer
 from vllm_speed import SHAPES
@@ -35,7 +35,7 @@ def write_prompts(tokenizer: Any, texts: str, count: int, file: Path) -> None:
 
 def main() -> None:
     """A row for each kind of activations and turn."""
-    parser = parser_of(__doc__)
+    parser = grown_parser(__doc__)
     parser.add_argument("--acts", type=lambda s: s.split(","), default=["none", "fp8"])
     parser.add_argument("--prompts", type=int, default=1000)
     parser.add_argument("--turns", type=int, default=1)
