@@ -127,9 +127,9 @@ def generate(
     }
     here = f"{'--explain' if explain else '--profile'} measures this process" if explain or profile else ""
     here = here or ("several texts need a process of their own" if prompts is not None or (batch or 1) > 1 else "")
-    local_only = threads is not None or draft != "auto" or deterministic or bool(image) or lora is not None
+    local_only = threads is not None or act is not None or draft != "auto" or deterministic or bool(image) or lora is not None
     here = here or (
-        "--threads, --draft, --deterministic, --lora and pictures do not go to a running server" if local_only else ""
+        "--threads, --act, --draft, --deterministic, --lora and pictures do not go to a running server" if local_only else ""
     )
     answer(checkpoint, prompt, prompts, settings, seed, "greedy", batch, device, explain, profile, as_json, keep_alive, here)
 

@@ -1,5 +1,6 @@
 """A running server of this user answers `generate` and `run`: at once, with the same text, and never another user's."""
 
+import inspect
 import json
 import os
 import signal
@@ -13,6 +14,8 @@ import forking
 import pytest
 
 from lowq_cli import main, running
+from lowq_cli.commands import generate
+from lowq_cli.generation.running_server import request_body
 from lowq_cli.running import Declined
 
 PROMPTS = ("Once upon a time", "The king", "In the morning she went")
@@ -45,6 +48,35 @@ def heavy_libraries(*words):
     done = subprocess.run([sys.executable, "-P", "-c", code, *map(str, words)], capture_output=True, text=True, timeout=120)
     assert "by the running server" in done.stderr
     return done.stdout.splitlines()[-1]
+
+
+def _asked(monkeypatch, **options):
+    """What `lowq generate` with these options would ask a running server, and why it asks none."""
+    seen = []
+    monkeypatch.setattr(generate, "answer", lambda *given: seen.append(given))
+    generate.generate(**{"checkpoint": "demo", "prompt": "x", "seed": 1, "temperature": 0.5} | options)
+    folder, text, _, settings, seed, default, _, device, *_, here = seen[0]
+    return request_body(folder, text, settings, seed, default, device), here
+
+
+# Of each option of `generate` a value that is not its default, except of those that change no text (--json, --keep-alive).
+OPTIONS = {"prompt": "y", "prompts": "p.jsonl", "image": ["a.png"], "chat": True, "max_new_tokens": 7, "temperature": 0.7}
+OPTIONS |= {"top_p": 0.5, "top_k": 3, "repetition_penalty": 1.5, "no_think": True, "lora": "adapter", "seed": 2, "stop": ["a"]}
+OPTIONS |= {"batch": 2, "device": "cpu", "threads": 1, "kv": "4", "act": "int8", "draft": "none", "deterministic": True}
+OPTIONS |= {"explain": True, "profile": "times.json"}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_of_generate_reaches_the_running_server_or_none_is_asked(option, home, monkeypatch):
+    monkeypatch.chdir(home)
+    given = {option: OPTIONS[option]} | ({"prompt": None} if option == "prompts" else {})
+    body, here = _asked(monkeypatch, **given)
+    assert here or body != _asked(monkeypatch)[0]
+
+
+def test_every_option_of_generate_is_tried():
+    rest = {"checkpoint", "words", "keep_alive", "as_json"}
+    assert set(inspect.signature(generate.generate).parameters) == OPTIONS.keys() | rest
 
 
 @pytest.mark.slow
@@ -123,7 +155,7 @@ def test_a_time_that_is_none_is_refused_before_anything_is_loaded(command, home)
 def test_a_server_that_cannot_stay_is_reported(home):
     how = ["--device", "cpu", "--max-new-tokens", "2"]
     output = lowq("generate", "demo", "--prompt", "Once", *how, "--draft", "none", "--keep-alive", "1m").stderr
-    assert "no server is left running: --threads, --draft" in output
+    assert "no server is left running: --threads, --act, --draft" in output
 
 
 def test_no_command_finds_a_socket_before_it_is_listened_at(home, monkeypatch):
