@@ -29,8 +29,6 @@ EXAMPLES = """Examples:
   lowq serve --models /srv/models --memory 40GB --keep-alive 30m   (every model there, by its name)
   lowq serve my-lowq --engine vllm --tp 2
   lowq serve my-lowq --engine vllm --args '--max-model-len 8192' --dry-run"""
-OWN = "--host, --api-key, --name, --models, --config, --memory, --keep-alive, --max-batch, --cache-tokens, --kv"
-OWN += ", --kv-host, --act, --prefer"
 LAST_LINE_S = 2.0  # timeout, in s, for writing the last lines of the log
 ENGINES = ("auto", "own", "vllm")
 SHOWN = 8  # max. names of other models to print
@@ -142,10 +140,14 @@ def serve(
     if not through_vllm and for_vllm:
         raise UsageError("--tp, --pp, --native and --args are for vLLM; leave --engine own out")
     if through_vllm:
-        many = models or config or memory or keep_alive or kv_host
-        own_options = (api_key, name, max_batch, cache_tokens, deterministic, act)
-        if many or any(own_options) or host != "127.0.0.1" or kv != "16" or prefer != PREFER[0]:
-            raise UsageError(f"{OWN} are for lowq's own engine; pass vLLM's options with --args")
+        own: dict[str, object] = {"--host": host != "127.0.0.1", "--kv": kv != "16", "--draft": draft != "auto"}
+        own |= {"--prefer": prefer != PREFER[0]}
+        own |= {"--models": models, "--config": config, "--memory": memory, "--keep-alive": keep_alive, "--kv-host": kv_host}
+        own |= {"--lora": lora, "--local": local, "--strict": strict, "--api-key": api_key, "--name": name, "--act": act}
+        own |= {"--max-batch": max_batch, "--cache-tokens": cache_tokens, "--deterministic": deterministic}
+        own |= {"--allow-image-urls": allow_image_urls}
+        if given := ", ".join(option for option, value in own.items() if value):
+            raise UsageError(f"vLLM is not given {given}: only lowq's own engine takes that; pass vLLM's options with --args")
         _serve_through_vllm(state.checkpoint_or_last(ckpt), tp, pp, port, native, args, dry_run, as_json)
     else:
         from lowq_cli.serving.http.opening import Arguments

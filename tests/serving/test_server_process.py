@@ -1,6 +1,7 @@
 """`lowq serve` as a process: who may come in, clients that leave or dawdle, a full queue, signals."""
 
 import fcntl
+import inspect
 import json
 import os
 import resource
@@ -18,9 +19,11 @@ from engine_processes import engines_of
 from shallow import shallow
 
 from lowq_cli import main
+from lowq_cli.commands import serve
 from lowq_cli.serving import engines
 from lowq_cli.serving.engine_process import ApartEngine
 from lowq_cli.serving.http import run
+from lowq_packers.errors import UsageError
 
 openai = pytest.importorskip("openai", reason="OpenAI's own package is not installed")
 
@@ -148,7 +151,8 @@ def test_an_address_that_is_taken_is_one_line(server, talk, capsys):
         (("--port", 65536), "must be from 0 to 65535"),
         (("--engine", "own", "--tp", 2), "are for vLLM"),
         (("--engine", "mine"), "must be one of auto, own, vllm"),
-        (("--engine", "vllm", "--api-key", "x"), "are for lowq's own engine"),
+        (("--engine", "vllm", "--api-key", "x"), "vLLM is not given --api-key: only lowq's own engine takes that"),
+        (("--tp", 2, "--draft", "ngram", "--strict"), "vLLM is not given --draft, --strict: only lowq's own engine takes that"),
         (("--host", "no.such.host.invalid"), "cannot listen on no.such.host.invalid"),
     ],
     ids=lambda v: "".join(map(str, v)) if isinstance(v, tuple) else "",
@@ -156,6 +160,30 @@ def test_an_address_that_is_taken_is_one_line(server, talk, capsys):
 def test_mistakes_are_one_line(talk, flags, line, capsys):
     assert cli(talk, *flags) == 2
     assert line in capsys.readouterr().err
+
+
+# Of each option of `serve` a value that is not its default, except of those that vLLM's own command line has no part in.
+OPTIONS = {"models": ["m"], "config": "c.toml", "memory": "1GB", "keep_alive": "5m", "kv_host": "1GB", "lora": ["a=b"]}
+OPTIONS |= {"local": True, "host": "0.0.0.0", "port": 1, "strict": True, "api_key": "x", "name": "x", "max_batch": 2}
+OPTIONS |= {"cache_tokens": 9, "kv": "4", "draft": "none", "act": "int8", "prefer": "smooth", "deterministic": True}
+OPTIONS |= {"allow_image_urls": True, "tp": 2, "pp": 2, "native": True, "args": "--seed 1"}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_of_serve_reaches_vllm_or_is_refused(option, talk, monkeypatch):
+    seen, refused = [], ""
+    monkeypatch.setattr(serve, "_serve_through_vllm", lambda *given: seen.append(given))
+    serve.serve(str(talk), engine="vllm")
+    try:
+        serve.serve(str(talk), **{"engine": "vllm", option: OPTIONS[option]})
+    except UsageError as e:
+        refused = str(e)
+    assert f"--{option.replace('_', '-')}:" in refused or seen[-1] != seen[0]
+
+
+def test_every_option_of_serve_is_tried():
+    rest = {"ckpt", "engine", "device", "grace", "dry_run", "as_json"}
+    assert set(inspect.signature(serve.serve).parameters) == OPTIONS.keys() | rest
 
 
 def test_the_plan_is_one_json_object(talk, capsys):
