@@ -107,14 +107,13 @@ def picture_pairs(folder: Path) -> list[tuple[Path, str]]:
 def choose_windows(ids: torch.Tensor, tokens: int, window: int) -> torch.Tensor:
     """Windows (n, window) of a text's token ids (T,): `tokens` of them, spread evenly over the text, or all if it has fewer.
 
-    Raises UsageError for a text of fewer tokens than one batch has.
+    Raises UsageError where the text has, or `tokens` is, less than one batch.
     """
     cut = windows(ids, window)
     count = min(len(cut), max(1, tokens // window)) // BATCH * BATCH
     if cut.shape[1] < window or count == 0:
-        raise UsageError(
-            f"calibration needs {BATCH * window} tokens or more, the text has {cut.numel()}; give a longer --calib"
-        )
+        few, had = cut.numel() < BATCH * window, f"the text has {cut.numel()}; give a longer text"
+        raise UsageError(f"{BATCH * window} tokens of text or more are needed, {had if few else f'not {tokens}; ask for more'}")
     return cut[torch.linspace(0, len(cut) - 1, count).round().long()]
 
 

@@ -48,7 +48,7 @@ def draft(
     check_there(name)
     wake(device)
     with console.status("starting"):
-        from lowq_cli.engine.drafts.drafter_choice import saves_time
+        from lowq_cli.engine.drafts.drafter_choice import LITTLE, saves_time
         from lowq_cli.run import draft_training, draft_training_plan
 
         planned, model, tokenizer = draft_training_plan.plan_training(name, out, tokens, text, vocab, seed, device, head)
@@ -71,8 +71,8 @@ def draft(
     if result.speed:
         console.say(f"{result.speed[1]:,.0f} tokens/s with the head on this device, {result.speed[0]:,.0f} without drafts")
     if not saves_time(vars(result), planned.device.type):
-        more = f"train on more than {result.tokens:,} tokens (--tokens)"
-        console.say(f"such drafts save no time, and --draft auto does not take them; {more}")
+        few = f"that is fewer than {LITTLE:g} tokens per step" if result.length < LITTLE else "the head is not faster"
+        console.say(f"{few}, so --draft auto does not take it; train on more than {result.tokens:,} tokens (--tokens)")
         return
     console.say(f"use it: lowq generate {state.as_argument(name)} --draft {state.as_argument(result.out)}")
 

@@ -300,8 +300,10 @@ def test_text_errors(tmp_path):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UsageError, match=why):
             texts.read_text(str(tmp_path / name))
-    with pytest.raises(UsageError, match="calibration needs 256 tokens"):
+    with pytest.raises(UsageError, match="256 tokens of text or more are needed, the text has 32; give a longer text"):
         texts.choose_windows(torch.arange(40), 4096, 32)
+    with pytest.raises(UsageError, match="256 tokens of text or more are needed, not 255; ask for more"):
+        texts.choose_windows(torch.arange(4096), 255, 32)
     with pytest.raises(UsageError, match="at least 4096"):
         make_recipe(method="gptq", calib_tokens=5)
     for method in ("rtn", "auto"):

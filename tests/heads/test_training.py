@@ -216,7 +216,9 @@ def test_the_command_writes_a_published_folder_that_is_read_and_run(kind, folder
     assert all(tps > 0 for tps in result["speed"])
     assert len(result["speed"]) == 2
     assert "tokens/s with the head on this device" in again.output
-    without = "such drafts save no time, and --draft auto does not take them; train on more than 2,048 tokens (--tokens)"
+    without = (
+        "that is fewer than 1.25 tokens per step, so --draft auto does not take it; train on more than 2,048 tokens (--tokens)"
+    )
     assert without in again.output
     assert "use it:" not in again.output
 
