@@ -131,7 +131,9 @@ def say_widened(device: torch.device, model: Any) -> None:
     """Report the bytes of fp8 weights that a device without FP8 hardware holds in 16 bits, if any."""
     if nbytes := sum(m.weight.nbytes for m in model.modules() if getattr(m, "layout", "") == "widened"):
         size = console.size(nbytes)
-        console.say(f"{device} has no FP8: weights widened to {size} of 16 bits, activations rounded in software")
+        console.say(
+            f"{device} has no FP8: weights widened to {size} of 16 bits; fp8 activations, if any, are rounded in software"
+        )
 
 
 def pick_devices(names: str | torch.device) -> tuple[torch.device, ...]:

@@ -63,11 +63,14 @@ def eval(
     from lowq_cli.devices import wake
     from lowq_cli.files.source import check_there
     from lowq_packers.errors import QualityError, UsageError
+    from lowq_packers.scheme import ACTS
 
     if max_ppl_increase is not None and against is None:
         raise UsageError("--max-ppl-increase compares with another model; add --against MODEL")
     if layers and against is None:
         raise UsageError("--layers compares the layers with another model's; add --against MODEL")
+    if act not in (None, *ACTS, "auto", "all"):
+        raise UsageError(f"--act {act} must be one of {', '.join(ACTS)}, auto, all")
     if act == "all" and against is not None:
         raise UsageError("--act all compares modes with each other; leave --against out")
     if act == "all" and kv != "16":

@@ -22,6 +22,7 @@ from lowq_cli.hf.experts import QuantExperts
 from lowq_cli.models import CausalModel
 from lowq_kernels.activations import STEPS, check_act
 from lowq_kernels.dispatch.registry import Call, after_rounding
+from lowq_kernels.fp8.matmul import has_fp8
 from lowq_kernels.gpu import capability
 from lowq_kernels.modules.linear import QuantLinear
 from lowq_packers.scheme import Act
@@ -52,8 +53,11 @@ class Choice:
             return "activations stay in 16 bits: " + (
                 "every layer loses too much" if self.kept else "no kernel is faster with 8"
             )
-        exceptions = f"; 16 bits in {', '.join(_short(self.kept))}" if self.kept else ""
-        return f"activations in {self.act} for {self.share:.0%} of a prompt's products, KL divergence {self.kl:.5f}{exceptions}"
+        exceptions = f"; 16 bits in these layers: {', '.join(_short(self.kept))}" if self.kept else ""
+        return (
+            f"activations in {self.act} for {self.share:.0%} of a prompt's products, KL divergence {self.kl:.5f} nats a token "
+            f"(at most {LIMIT}){exceptions}"
+        )
 
 
 def apply_act(
@@ -69,9 +73,12 @@ def apply_act(
     Raises UsageError if nothing is quantized, UnsupportedError for int8 activations with fp8 weights.
     """
     if act == AUTO:
+        say("--act auto: the model writes texts, on which rounding is measured; without a GPU this takes a while")
         say(str(choose(model, own_text(model, tokenizer, tokens))))
     elif act is not None:
         set_activations(model, check_act(act))
+        if act == "fp8" and not has_fp8(model.device) and not any(m.in_blocks for m in linears_by_name(model).values()):
+            say(f"{model.device} has no FP8: activations are rounded to fp8 in software, which takes time instead of saving it")
 
 
 @torch.inference_mode()

@@ -97,11 +97,14 @@ def test_the_choice_of_activations_is_printed(loaded):
     model, tokenizer = loaded
     output = []
     apply_act(model, tokenizer, "auto", output.append, tokens=64)
-    (line,) = output
+    first, line = output
+    assert first.startswith("--act auto: ")
     assert line.startswith("activations ")
     apply_act(model, tokenizer, None, output.append)
     apply_act(model, tokenizer, "none", output.append)
-    assert output == [line]
+    assert output == [first, line]
+    apply_act(model, tokenizer, "fp8", output.append)
+    assert output[2:] == ["cpu has no FP8: activations are rounded to fp8 in software, which takes time instead of saving it"]
     with pytest.raises(UsageError, match="act='int4' does not exist"):
         apply_act(model, tokenizer, "int4")
 
@@ -120,5 +123,8 @@ def test_commands_take_it(folder):
     for words in (
         ("generate", folder, "--prompt", "Once", "--act", "int4"),
         ("serve", folder, "--engine", "vllm", "--act", "int8"),
+        ("eval", folder, "--act", "int4"),
     ):
-        assert isinstance(CliRunner().invoke(app, list(map(str, words))).exception, UsageError)
+        told = CliRunner().invoke(app, list(map(str, words))).exception
+        assert isinstance(told, UsageError)
+        assert "--act" in str(told)
