@@ -160,7 +160,7 @@ def read_utf8(file: Path, what: str) -> str:
     try:
         return read_given(file, what, MAX_TEXT).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as e:
-        raise UsageError(f"the {what} {file} is not UTF-8 ({e.reason} at byte {e.start})") from None
+        raise UsageError(f"cannot read the {what} {file}: it is not UTF-8 ({e.reason} at byte {e.start})") from None
 
 
 def window_of(model: CausalModel) -> int:

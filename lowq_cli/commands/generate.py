@@ -193,6 +193,8 @@ def answer(
     generation_settings = {n: v for n, v in settings.items() if n not in NAMES}
     settings = {"kv": "16", "draft": "auto", "stop": []} | generation_settings | drawn | {"seed": seed}
     if many is not None:
+        if settings["draft"] not in ("auto", "none"):
+            console.warn(f"--draft {settings['draft']} is not used: the texts of --prompts take no drafts")
         answer_all(model, tokenizer, many, batch, settings, origins, as_json)
         return
     from lowq_cli.engine import stream
@@ -201,6 +203,8 @@ def answer(
     if batch > 1 and not settings["temperature"]:
         console.say(f"all {batch} texts will be the same; --temperature 1 samples different ones")
     generation = stream(model, tokenizer, text, batch=batch, **settings)  # type: ignore[arg-type]
+    if settings["draft"] not in ("auto", "none") and not generation.drafting:
+        console.warn(f"--draft {settings['draft']} is not used: {generation.why_no_drafts.removeprefix('none: ')}")
     _compile(model, generation)
     explain_s = 0.0
     if explain:

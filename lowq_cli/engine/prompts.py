@@ -222,7 +222,7 @@ def encode_messages(
     text.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise UsageError("this model has no chat template; leave --chat out and give a text to continue")
+        raise UsageError("this model has no chat template, so it takes no messages; give a text to continue, without --chat")
     check_characters(json.dumps(messages, ensure_ascii=False))  # a template may write any field of a message
     if think is False and not shown[1]:
         template = _template(tokenizer)

@@ -105,7 +105,8 @@ def show_numbers(numbers: dict[str, Any], generation: "Generation") -> None:
     if d and not d["drafted"] and d["drafter"] != "ngram":
         line += f"; {d['drafter']}: no drafts, as none promised to save time"
     elif d and d["drafted"]:
-        line += f"; {d['drafter']} drafts: {d['accepted']} of {d['drafted']} right, {d['tokens_per_step']:.2f} tokens a step"
+        line += f"; {d['drafter']} drafts in {d['steps_with_drafts']} of {d['steps']} steps: "
+        line += f"{d['accepted']} of {d['drafted']} right, {d['tokens_per_step']:.2f} tokens a step"
     drawn = drawn_text(n["sampling"], n["sampling_from"], n["seed"])
     console.say(f"{line}; peak memory {console.size(n['peak_memory_bytes'])}; decoder {n['decoder']}{drawn}")
 

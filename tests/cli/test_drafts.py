@@ -165,6 +165,7 @@ def test_drafts_are_checked_and_counted(demo):
     assert 0 < g.drafting.accepted <= g.drafting.drafted
     assert g.steps < 79
     numbers = g.drafting.numbers(79, g.steps)
+    assert numbers["steps"] == g.steps >= numbers["steps_with_drafts"]
     assert numbers["tokens_per_step"] == pytest.approx(79 / g.steps, abs=1e-3)
 
 

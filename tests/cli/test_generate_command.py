@@ -85,6 +85,19 @@ def test_json_is_one_object_with_the_promised_keys(run):
         ({"pictures_s": 0.5, "explain_s": 0.25}, "1.25 s (with 0.50 s for the pictures and 0.25 s for --explain); "),
         ({"pictures_s": 0.5, "ttft_s": 0.0}, "3 prompt tokens; "),
         ({"drafts": {"drafter": "model x", "drafted": 0}}, "; model x: no drafts, as none promised to save time; "),
+        (
+            {
+                "drafts": {
+                    "drafter": "x",
+                    "drafted": 6,
+                    "accepted": 1,
+                    "steps": 98,
+                    "steps_with_drafts": 3,
+                    "tokens_per_step": 1.02,
+                }
+            },
+            "; x drafts in 3 of 98 steps: 1 of 6 right, 1.02 tokens a step; ",
+        ),
     ],
 )
 def test_what_is_reported_beside_the_speed(more, told, capsys):
@@ -98,6 +111,18 @@ def test_what_is_reported_beside_the_speed(more, told, capsys):
     }
     statistics.show_numbers({**numbers, "sampling_from": {}, **more}, SimpleNamespace(tokens=[[1]]))
     assert told in capsys.readouterr().err
+
+
+def test_drafts_that_were_asked_for_and_are_not_made_are_reported(tmp_path, run):
+    file = tmp_path / "p.jsonl"
+    file.write_text('"Once"\n"A"\n')
+    for texts, why in (
+        (("--prompts", str(file)), "the texts of --prompts take no drafts"),
+        (("--prompt", "x", "--batch", "2"), "2 texts side by side step together"),
+    ):
+        assert f"--draft ngram is not used: {why}" in run(*SHORT, *texts, "--draft", "ngram").stderr
+        for none in ((), ("--draft", "none")):
+            assert "is not used" not in run(*SHORT, *texts, *none).stderr
 
 
 def test_many_prompts_come_out_in_order(tmp_path, run):

@@ -80,7 +80,8 @@ class Drafting:
     def numbers(self, tokens: int, steps: int) -> dict[str, Any]:
         """The counts, given the number of tokens after the first and of all steps, with and without drafts."""
         counts = {"drafter": self.drafter.name, "drafted": self.drafted, "accepted": self.accepted}
-        return counts | {"steps_with_drafts": self.steps, "tokens_per_step": round(tokens / max(steps, 1), 3)}
+        counts |= {"steps": steps, "steps_with_drafts": self.steps}
+        return counts | {"tokens_per_step": round(tokens / max(steps, 1), 3)}
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a sequence with the prompt's tokens. A drafter on the device has read them together with the model."""
