@@ -75,7 +75,7 @@ class Drafting:
     def about(self) -> str:
         """The drafter's name and the costs of steps with drafts, for `--explain`."""
         costs = ", ".join(f"{w}: {self.costs(w):.2f}" for w in self.widths)
-        return f"{self.drafter.name}; cost of a step by its rows, in plain steps: {costs}"
+        return f"{self.drafter.name}; estimated cost of a step by its rows, in plain steps: {costs}"
 
     def numbers(self, tokens: int, steps: int) -> dict[str, Any]:
         """The counts, given the number of tokens after the first and of all steps, with and without drafts."""
