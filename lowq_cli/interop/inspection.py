@@ -6,7 +6,7 @@ Scales, zeros and other small tensors are read only to interpret another tool's 
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from lowq_cli.interop.foreign import fetcher, foreign_matrices, open_foreign
 from lowq_cli.state import user_path
 from lowq_kernels.dispatch import tuning_file
 from lowq_packers.errors import DamagedError
+from lowq_packers.heads import is_head
 from lowq_packers.layouts import DISK
 
 SHOWN = 3  # max. notes of one kind that are printed
@@ -145,6 +146,12 @@ def inspect_model(model: str) -> Inspection:
         return _foreign_or_dense(source)
 
 
+def _of_head(found: Inspection) -> Inspection:
+    """The inspection of a draft head: no engine answers with a head alone."""
+    note = "a draft head: lowq generate MODEL --draft, with the model that it drafts for"
+    return replace(found, engines=("none as a model",), notes=(*found.notes, note))
+
+
 def _lowq(folder: Path, name: str) -> Inspection:
     """Inspect a lowq checkpoint; its files are checked against each other."""
     checkpoint = open_checkpoint(folder)
@@ -168,7 +175,8 @@ def _lowq(folder: Path, name: str) -> Inspection:
     engines = ("lowq", "transformers (with lowq installed)", *(f"{t} (lowq export{how})" for t, how in rounded.items()))
     checkpoint.source.close()
     tuned, ignored = _tuned(folder)
-    return Inspection(name, METHOD, _family(checkpoint.source), tuple(rows), notes + ignored, engines, tuned)
+    found = Inspection(name, METHOD, _family(checkpoint.source), tuple(rows), notes + ignored, engines, tuned)
+    return _of_head(found) if is_head(checkpoint.config) else found
 
 
 def _foreign_or_dense(source: Source) -> Inspection:
@@ -176,7 +184,8 @@ def _foreign_or_dense(source: Source) -> Inspection:
     packed = foreign_matrices(source)
     if packed is None:
         rows = [_kept(n, h) for n, h in source.headers.items()]
-        return Inspection(source.name, "dense", _family(source), tuple(rows), (), ("lowq", "transformers", "vLLM", "SGLang"))
+        found = Inspection(source.name, "dense", _family(source), tuple(rows), (), ("lowq", "transformers", "vLLM", "SGLang"))
+        return _of_head(found) if is_head(source.config) else found
     fmt, matrices = packed
     used = Counter(part for m in matrices for part in m.parts)  # experts of a stack share tensors
     place = {name: i for i, name in enumerate(source.headers)}  # rows come in the order of their first tensors in the files

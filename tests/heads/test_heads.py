@@ -22,6 +22,7 @@ from lowq_cli.engine.open_model import ready
 from lowq_cli.engine.plan import plan_of
 from lowq_cli.engine.state import static_state
 from lowq_cli.files.source import open_source
+from lowq_cli.interop.inspection import inspect_model
 from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
 from lowq_packers.heads import is_head, read_head
 
@@ -117,6 +118,14 @@ def eagle(folder, name):
     write(folder, named, **config)
     flat = {**pub.FLAT, "norm_before_residual": write is pub.speculators, **config}
     return tensors, flat, taps
+
+
+@pytest.mark.parametrize("name", EAGLES)
+def test_inspect_does_not_take_a_head_for_a_model(name, tmp_path):
+    eagle(tmp_path, name)
+    found = inspect_model(str(tmp_path))
+    assert found.engines == ("none as a model",)
+    assert found.notes[-1].startswith("a draft head: ")
 
 
 @pytest.fixture(scope="module")
