@@ -210,7 +210,7 @@ def _serve(
             served.body_bytes = PICTURE_BODY
         if bound is None:
             served.idle_s, pool.keep_alive = offers.keep_alive, float("inf")
-        plan = _plan(served, opening.loaded, url, how["kv"])
+        plan = _plan(served, opening.loaded, url)
         _show_plan(plan)
         if as_json:
             console.out_json(plan)
@@ -276,7 +276,7 @@ def _run(
         os._exit(0)  # the log is blocked, so Python's flush at exit would block too
 
 
-def _plan(served: "Served", loaded: "Loaded", url: str, kv: str) -> dict[str, Any]:
+def _plan(served: "Served", loaded: "Loaded", url: str) -> dict[str, Any]:
     """The printed plan: the models, the engine, and how many requests fit."""
     model = served.models.one
     engine, limits = model.engine, model.engine.limits
@@ -291,7 +291,7 @@ def _plan(served: "Served", loaded: "Loaded", url: str, kv: str) -> dict[str, An
         "waiting": limits.waiting,
         "cache_tokens": limits.cache_tokens,
         "cache_bytes": limits.cache_bytes,
-        "kv": kv,
+        "kv": loaded.facts.kv,
         "kv_host_bytes": 0 if served.models.reports.host is None else served.models.reports.host.bytes,
         "drafts": loaded.facts.drafts,
         "url": url,

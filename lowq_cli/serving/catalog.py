@@ -229,8 +229,21 @@ def gather(config: Config, folders: Sequence[str] = (), first: Offer | None = No
 
 def _written() -> list[tuple[str, Path]]:
     """Return names and folders of the models that `lowq ls` lists: those outside of the cache, then the newest first."""
-    written = [h for h in inventory.holdings() if h.kind in OFFERED and isfile(h.path / CONFIG)]
+    written = [h for h in inventory.holdings() if h.kind in OFFERED and _answers(h.path)]
     return [(model_name(h.path), h.path.absolute()) for h in sorted(written, key=lambda h: h.cached)]
+
+
+def _answers(folder: Path) -> bool:
+    """Whether a folder holds a model, and not a draft head. One whose config cannot be read is offered: its error says why."""
+    from lowq_packers.heads import is_head
+
+    if not isfile(folder / CONFIG):
+        return False
+    try:
+        config = json.loads(read_text(folder / CONFIG, MAX_CONFIG))
+    except (LowqError, ValueError):
+        return True
+    return not (isinstance(config, dict) and is_head(config))
 
 
 def _in_folders(folders: Sequence[str]) -> list[tuple[str, Path]]:
@@ -245,7 +258,7 @@ def _in_folders(folders: Sequence[str]) -> list[tuple[str, Path]]:
             continue
         inner = sorted(folder.iterdir())
         files = [p for p in inner if p.suffix == ".gguf" and isfile(p) and "mmproj" not in p.name]  # towers, found by models
-        models += [p.absolute() for p in inner if isfile(p / CONFIG) or p in files]
+        models += [p.absolute() for p in inner if p in files or _answers(p)]
     return [(p.stem if p.suffix == ".gguf" else model_name(p), p) for p in models]
 
 

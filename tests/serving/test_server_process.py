@@ -20,7 +20,7 @@ from shallow import shallow
 
 from lowq_cli import main
 from lowq_cli.commands import serve
-from lowq_cli.serving import engines
+from lowq_cli.serving import catalog, engines
 from lowq_cli.serving.engine_process import ApartEngine
 from lowq_cli.serving.http import run
 from lowq_packers.errors import UsageError
@@ -184,6 +184,27 @@ def test_an_option_of_serve_reaches_vllm_or_is_refused(option, talk, monkeypatch
 def test_every_option_of_serve_is_tried():
     rest = {"ckpt", "engine", "device", "grace", "dry_run", "as_json"}
     assert set(inspect.signature(serve.serve).parameters) == OPTIONS.keys() | rest
+
+
+def test_a_draft_head_is_not_offered_as_a_model(talk, tmp_path):
+    for name, config in (
+        ("head", {"architectures": ["LlamaForCausalLMEagle3"]}),
+        ("odd", []),
+        ("model", {"model_type": "llama"}),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    offered = catalog.gather(catalog.Config(), [str(tmp_path)])
+    assert {"odd", "model"} <= offered.keys()
+    assert "head" not in offered
+
+
+def test_the_plan_shows_the_cache_of_the_model_and_not_of_the_command_line(talk, tmp_path, capsys):
+    file = tmp_path / "models.toml"
+    file.write_text(f'default = "a"\n[models.a]\npath = "{talk}"\nkv = "fp8"\n')
+    words = ["serve", "--config", str(file), "--kv", "4", "--device", "cpu", "--port", "0", "--dry-run", "--json", "--quiet"]
+    assert main.main(words) == 0
+    assert json.loads(capsys.readouterr().out)["kv"] == "fp8"
 
 
 def test_the_plan_is_one_json_object(talk, capsys):
