@@ -26,7 +26,7 @@ FLOORS = {  # of each package, the ground first: a folder or file imports from t
         *("scheme", "arch", "heads", "bitstream", "tables", "fp8", "qtensor", "layouts", "formats"),
     ),
     "lowq_kernels": (
-        *("gpu", "optional", "workspaces", "counters", "graphs", "activations", "rounding_triton", "tuned"),
+        *("gpu", "optional", "workspaces", "counters", "graphs", "lasting", "activations", "rounding_triton", "tuned"),
         *("dispatch", "cuda", "products", "fp8", "gptq", "modules", "decode"),
     ),
     "lowq_cli": (

@@ -14,7 +14,6 @@ Source  own; split-KV as in Flash-Decoding (Dao et al. 2023)
 # (the arguments of a Triton kernel are pointers and blocks, which Python's types do not name)
 
 from dataclasses import replace
-from functools import cache
 
 import torch
 import triton
@@ -27,6 +26,7 @@ from lowq_kernels.decode.kv import PLAIN, Cache, kind_of
 from lowq_kernels.decode.kv_triton import padded
 from lowq_kernels.decode.reference import Groups, Heads, Packed, Places
 from lowq_kernels.dispatch.registry import find
+from lowq_kernels.lasting import lasting
 
 LEAST = 128  # min. slots per program
 QUERIES = 16  # max. queries per program where rows are of several sequences: most of these have a row or two
@@ -106,7 +106,7 @@ def _merge_kernel(
     tl.store(rows, y.to(y_ptr.dtype.element_ty), mask=(g < G)[:, None] & (offs_d < D)[None, :])
 
 
-@cache
+@lasting
 def _numbers(M: int, device: torch.device) -> torch.Tensor:
     """0 .. M - 1. Never freed: CUDA graphs hold its address."""
     return torch.arange(M, dtype=torch.int32, device=device)

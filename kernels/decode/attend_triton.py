@@ -19,8 +19,6 @@ Source  own; split-KV as in Flash-Decoding (Dao et al. 2023)
 # mypy: allow-untyped-defs
 # (the arguments of a Triton kernel are pointers and blocks, which Python's types do not name)
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -32,6 +30,7 @@ from lowq_kernels.decode.launch import launch_next, pdl, wait
 from lowq_kernels.decode.prompt_call import PromptCall
 from lowq_kernels.decode.reference import Heads, Places
 from lowq_kernels.dispatch.registry import Config, register
+from lowq_kernels.lasting import lasting
 
 # dims of a head up to which -> slots of a tile, warps. Registers hold two tiles of keys and two of values: of heads of 256
 # four warps do not hold 64 slots (gemma2, 8 layers at batch 1: 551 us a step, with eight warps 420)
@@ -266,7 +265,7 @@ def _attend_kernel(
         tl.store(out + offs_c[:, None] * D + offs_m[None, :], y.to(y_ptr.dtype.element_ty), mask=mask_cd)
 
 
-@cache
+@lasting
 def _scratch(device: torch.device, heads: int, width: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Parts, sums and counters for `heads` sequence-heads of `width` fp32 each.
 

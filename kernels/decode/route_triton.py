@@ -14,8 +14,6 @@ Source  own
 # mypy: allow-untyped-defs
 # (the arguments of a Triton kernel are pointers and blocks, which Python's types do not name)
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +21,7 @@ import triton.language as tl
 from lowq_kernels.decode.launch import launch_next, pdl, wait
 from lowq_kernels.decode.route import FEW, Routing, by_definition
 from lowq_kernels.dispatch.registry import Config, register
+from lowq_kernels.lasting import lasting
 
 BLOCK_H = 2048
 
@@ -184,7 +183,7 @@ def _route_kernel(
     )  # fmt: skip
 
 
-@cache
+@lasting
 def _scratch(device: torch.device, rows: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums and counters. Never freed: CUDA graphs hold their addresses. Launches on one stream share them.
 

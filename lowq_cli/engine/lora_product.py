@@ -7,6 +7,7 @@ import torch
 from lowq_cli.engine import steps as s
 from lowq_kernels.decode.low_rank import add_low_rank, room
 from lowq_kernels.decode.low_rank_factors import LowRank
+from lowq_kernels.lasting import kept
 
 
 @dataclass
@@ -20,10 +21,7 @@ class Adapters:
 
     def of_all(self, rows: int, device: torch.device) -> torch.Tensor:
         """The adapter numbers of rows that do not state one, (rows,) int32."""
-        key = self.all, rows
-        if key not in self._same:
-            self._same[key] = torch.full((rows,), self.all, dtype=torch.int32, device=device)
-        return self._same[key]
+        return kept(self._same, (self.all, rows), lambda: torch.full((rows,), self.all, dtype=torch.int32, device=device))
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,6 +27,7 @@ from lowq_kernels.decode import Ops, ops
 from lowq_kernels.decode.prepare import unrotated
 from lowq_kernels.decode.reference import tile_rows
 from lowq_kernels.dispatch.registry import scope
+from lowq_kernels.lasting import kept
 from lowq_kernels.modules import dense
 from lowq_packers.arch.parts import Model, Pages, Rope
 
@@ -204,9 +205,7 @@ class Plan:
         self.program(M)
 
     def _row_of_ones(self, M: int) -> torch.Tensor:
-        if M not in self._ones:
-            self._ones[M] = torch.ones(M, dtype=torch.float32, device=self.device)
-        return self._ones[M]
+        return kept(self._ones, M, lambda: torch.ones(M, dtype=torch.float32, device=self.device))
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """Logits (M, V) of normed hidden states (M, H), before factor and soft cap (`capped`)."""

@@ -18,6 +18,7 @@ from lowq_kernels.decode.mixture import ExpertsCall, takes_any_number
 from lowq_kernels.decode.mixture import mixture as mixture_gpu
 from lowq_kernels.dispatch.layouts import best_layout
 from lowq_kernels.dispatch.registry import Choice, find, select
+from lowq_kernels.lasting import kept
 from lowq_kernels.modules.linear import blank_table, only_moved
 from lowq_kernels.modules.ops import through_autograd
 from lowq_kernels.modules.stack import Shared, Stack
@@ -59,7 +60,7 @@ class QuantExperts(nn.Module):
         self.kind, self.schemes, self.top_k = kind, dict(schemes), top_k
         self.shapes: dict[str, tuple[int, int, int]] = {}
         self.layouts: dict[str, str] = {}
-        self._ordered: dict[str, tuple[object, torch.Tensor]] = {}
+        self._ordered: dict[tuple[object, ...], torch.Tensor] = {}  # kept: decoding would copy biases per step and layer
         for name in kind.stacks:
             dense = getattr(experts, name)
             delattr(experts, name)
@@ -100,10 +101,7 @@ class QuantExperts(nn.Module):
         bias = getattr(self, f"{name}_bias")
         if bias is None or not self.kind.interleaved or name not in self.schemes:
             return bias
-        key = (bias.data_ptr(), bias.device)
-        if name not in self._ordered or self._ordered[name][0] != key:  # cached: decoding would copy it per step and layer
-            self._ordered[name] = key, self.kind.in_order(name, bias.data)
-        return self._ordered[name][1]
+        return kept(self._ordered, (name, bias.data_ptr(), bias.device), lambda: self.kind.in_order(name, bias.data))
 
     def _move(self, name: str, layout: str) -> None:
         if layout != self.layouts[name]:
