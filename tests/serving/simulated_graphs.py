@@ -3,23 +3,34 @@
 As with a GPU's graphs, Python does not run in a replay: numbers that it computed stay those of the recording. What is recorded
 changes nothing, and may neither read a value on the host nor send one. Tensors that were made inside hold nothing between two
 replays; a tensor from outside, at whose address the graph reads or writes, has to be kept by somebody else.
+
+Kernels in Triton are launched again, in its interpreter, in as many programs and with the numbers that the recording had. So
+what their launchers decide on the host is tested where no GPU is.
 """
 
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 from weakref import ref
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
+from lowq_cli.engine.graph import Captured
 from lowq_cli.hf import experts
 from lowq_cli.serving import device_drafts, draft_graphs
+from lowq_kernels import lasting
 from lowq_kernels.decode import TORCH, reference
 from lowq_kernels.decode.latent import step_fixed
 from lowq_kernels.products.cpu import native
+
+try:
+    from triton.runtime.interpreter import GridExecutor
+except ImportError:  # no kernel is in Triton then
+    GridExecutor = None
 
 aten = torch.ops.aten
 READS = {aten._local_scalar_dense, aten.item, aten.is_nonzero, aten.equal}
@@ -60,9 +71,7 @@ class _Noting(TorchDispatchMode):
             raise NotRecordedError(f"{func} sends what the host has")
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                for t in _tensors(value):
-                    if _place(t) not in self.inside and _place(t) not in self.before:
-                        self.before[_place(t)] = t, t.clone()
+                self.hold(value)
         given = {_place(t) for t in _tensors((args, kwargs))}
         out = func(*args, **kwargs)
         made = [t for t in _tensors(out) if t.numel() and _place(t) not in given]
@@ -74,9 +83,33 @@ class _Noting(TorchDispatchMode):
         self.calls.append((func, args, kwargs, out, {_place(t) for t in made}))
         return out
 
+    def hold(self, values):
+        """Copy what tensors from outside hold: a recording does not change it."""
+        for t in _tensors(values):
+            if _place(t) not in self.inside and _place(t) not in self.before:
+                with _disable_current_modes():
+                    whole = t.new_empty(0).set_(t.untyped_storage(), 0, (t.untyped_storage().nbytes() // t.element_size(),))
+                    self.before[_place(t)] = whole, whole.clone()
+
+    def launch(self, executor, *args, **kwargs):
+        """A launch of a kernel in Triton, which may write all of its tensors."""
+        self.hold((args, kwargs))
+        _run(executor, *args, **kwargs)
+        self.calls.append((partial(_run, executor), args, kwargs, None, set()))
+
+
+def _run(executor, *args, **kwargs):
+    with _disable_current_modes():
+        LAUNCH(executor, *args, **kwargs)
+
+
+LAUNCH = None if GridExecutor is None else GridExecutor.__call__
+
 
 class SimulatedGraph:
     """What `step` computes, recorded. Raises NotRecordedError where a GPU could not record it, or replay it."""
+
+    logits = noted = None  # outputs: they stay after a replay
 
     def __init__(self, step: Callable[[], object]) -> None:
         noting, refused = _Noting(), NotRecordedError("sends or reads a value of the host")
@@ -86,6 +119,9 @@ class SimulatedGraph:
             stack.enter_context(patch.object(torch, "from_numpy", side_effect=refused))
             for name in ("tolist", "numpy", "cpu", "__array__"):
                 stack.enter_context(patch.object(torch.Tensor, name, side_effect=refused))
+            stack.enter_context(patch.object(lasting, "recording", return_value=True))
+            if GridExecutor is not None:
+                stack.enter_context(patch.object(GridExecutor, "__call__", lambda *how, **more: noting.launch(*how, **more)))
             stack.enter_context(noting)
             step()
         for t, before in noting.before.values():
@@ -93,12 +129,16 @@ class SimulatedGraph:
         self.inside, self.replays = list(noting.inside.values()), 0
         mine, lent = set(noting.inside), lambda t: t if not isinstance(t, torch.Tensor) or _place(t) in mine else ref(t)
         self.calls = [(f, tree_map(lent, (args, kwargs)), out, made) for f, args, kwargs, out, made in noting.calls]
+        self.kernels = {f.args[0].fn.__name__ for f, *_ in self.calls if isinstance(f, partial)}
         self._spoil()
 
     def replay(self) -> None:
         self.replays += 1
         for func, given, out, made in self.calls:
             args, kwargs = tree_map(self._there, given)
+            if isinstance(func, partial):
+                func(*args, **kwargs)
+                continue
             if func.overloadpacket in UNSET:
                 continue
             for old, new in zip(_tensors(out), _tensors(func(*args, **kwargs)), strict=True):
@@ -115,8 +155,45 @@ class SimulatedGraph:
         return t
 
     def _spoil(self):
+        outputs = {_place(t) for t in _tensors((self.logits, self.noted))}
+        for t in self.inside:
+            if _place(t) not in outputs:
+                spoil(t)
+
+    def overwrite(self):
+        """Spoil all that lies in its memory, which other graphs share."""
         for t in self.inside:
             spoil(t)
+
+
+class Shared:
+    """Simulated graphs whose memory is shared: a replay overwrites what others hold, outputs too. As with `graph.capture`, the
+    first is run before it is recorded."""
+
+    def __init__(self) -> None:
+        self.graphs = list[SimulatedGraph]()
+
+    def capture(self, step, pool):
+        if pool is None:
+            step()
+        graph = SimulatedGraph(step)
+        self.graphs.append(graph)
+        return _Sharing(graph, self)
+
+
+class _Sharing(Captured):
+    def __init__(self, graph, shared):
+        super().__init__(self)
+        self.own, self.shared = graph, shared
+
+    def pool(self):
+        return self.shared
+
+    def replay(self):
+        for graph in self.shared.graphs:
+            graph.overwrite()
+        self.own.logits, self.own.noted = self.logits, self.noted
+        self.own.replay()
 
 
 class Recording:
