@@ -19,11 +19,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
+from lowq_cli.engine import lora_product
 from lowq_cli.engine.graph import Captured
 from lowq_cli.hf import experts
 from lowq_cli.serving import device_drafts, draft_graphs
-from lowq_kernels import lasting
-from lowq_kernels.decode import TORCH, reference
+from lowq_kernels import decode, lasting
+from lowq_kernels.decode import TORCH, latent, reference
 from lowq_kernels.decode.latent import step_fixed
 from lowq_kernels.products.cpu import native
 
@@ -238,3 +239,31 @@ def as_recorded():
     """Products in torch, as C++ is not noted; and experts of mixtures as while a GPU records, not grouped by the host."""
     with patch.object(native, "library", return_value=None), patch.object(experts, "rows_by_expert", experts.row_by_row):
         yield
+
+
+INTERPRETED = ("triton/attend", "triton/latent", "triton/route", "triton/short_conv", "triton/delta")
+
+
+@contextmanager
+def as_on_a_gpu():
+    """`as_recorded`, and dispatch chooses Triton's kernels on a CPU, too."""
+    from emulation import changed_kernels  # with Triton, which other tests do without
+    from lowq_kernels.decode import low_rank_triton
+
+    with as_recorded(), changed_kernels() as kernels, ExitStack() as stack:
+        for name in (*INTERPRETED, *(f"{name}_runs" for name in INTERPRETED[3:])):
+            kernels[name] = replace(kernels[name], devices=("cpu",), dtypes=(torch.float32,), rank=-1)
+        stack.enter_context(patch.object(lora_product, "add_low_rank", low_rank_triton.add_low_rank_rows))
+        stack.enter_context(patch.object(lora_product, "room", low_rank_triton.room))
+        yield
+
+
+def as_a_gpu_computes(plan):
+    """The plan with a GPU's operations, but for those in CUDA."""
+    from lowq_kernels.decode import latent_prompt
+
+    forms = latent.Forms(latent.dispatched, latent_prompt.prompt, latent_prompt.packed, latent_prompt.refuse)
+    unfused = dict.fromkeys(("fold", "attend_prepared", "gate_product", "norm_product"))
+    plan.ops, plan.adds_in_gates = replace(decode.ops("cuda"), latent=forms, **unfused), True
+    plan.refold()
+    return plan

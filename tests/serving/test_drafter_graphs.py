@@ -11,7 +11,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from simulated_graphs import OPS, Recording, as_recorded
+from simulated_graphs import OPS, Recording, as_a_gpu_computes, as_on_a_gpu, as_recorded
 from test_device_drafts import ASSISTANT, TARGETS, made
 
 from lowq_cli.engine.batch import KeyValues
@@ -24,8 +24,12 @@ from lowq_cli.serving.draft_passes import FEWEST
 from lowq_cli.serving.pass_sizes import buckets
 from lowq_packers.arch.parts import Pages
 
+ON_A_CPU = [pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run in Triton's interpreter")]
+BY_KERNELS = "by Triton's kernels"
 KINDS = (
     *("EAGLE-3", "DFlash", "MTP of deepseek_v3", "another model"),
+    pytest.param(f"another model, {BY_KERNELS}", marks=ON_A_CPU),
+    *(pytest.param(f"{kind}, {BY_KERNELS}", marks=[*ON_A_CPU, pytest.mark.more]) for kind in ("EAGLE-3", "MTP of deepseek_v3")),
     *(
         pytest.param(kind, marks=pytest.mark.more)
         for kind in ("EAGLE-3.1", "P-EAGLE", "DSpark", "MTP of glm4_moe", "MTP of mimo", f"{ASSISTANT}{TARGETS[0]}", "itself")
@@ -38,11 +42,16 @@ PASSES = 48
 
 @pytest.fixture(scope="module", params=KINDS)
 def both(request, tmp_path_factory):
-    model, drafter = made(request.param, tmp_path_factory.mktemp("kind"))
+    kind, _, triton = request.param.partition(", ")
+    model, drafter = made(kind, tmp_path_factory.mktemp("kind"))
     drafter.plan.ops, plan_of(model).ops = OPS, OPS
     drafter.plan.refold()
     drafter.most = min(drafter.most, 3)
-    with as_recorded():
+    if triton:
+        pytest.importorskip("triton")
+    with as_on_a_gpu() if triton else as_recorded():
+        if triton:
+            as_a_gpu_computes(drafter.plan)
         yield plan_of(model), drafter
 
 
@@ -173,7 +182,8 @@ def test_recordings_compute_what_is_computed_without(both, seed, limit):
     plan, drafter = both
     rng, most, fails = random.Random(seed), (3, 2, 1, 4, 5, 9)[seed % 6], seed % 6 in (1, 4)
     launched, recorded = sides = [Side(plan, drafter, 2 * most) for _ in range(2)]
-    runner, made = Recording(), 0
+    runner, made, interpreted = Recording(), 0, drafter.plan.ops.name == "triton"
+    count = PASSES // 4 if interpreted else PASSES
     if fails:
         capture, full = runner.capture, Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
         runner.capture = lambda *how: (full if rng.random() < 0.1 else capture)(*how)
@@ -186,7 +196,7 @@ def test_recordings_compute_what_is_computed_without(both, seed, limit):
     with torch.inference_mode(), patch.object(device_drafts, "SLOTS", rng.choice([400, 3000, 1 << 20])):
         while at_first and left:
             left = left if next(left[0], False) else left[1:]
-        for _ in range(PASSES):
+        for _ in range(count):
             while left and rng.random() < 0.6:
                 left = left if next(left[0], False) else left[1:]
             known, drafted = len(runner.graphs), rng.random() < 0.3
@@ -197,8 +207,9 @@ def test_recordings_compute_what_is_computed_without(both, seed, limit):
                 made += 1
             for mine, theirs in zip(launched.held(), recorded.held(), strict=True):
                 torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
-    assert made > PASSES // 4
-    assert sum(graph.replays for graph in runner.graphs) > PASSES // 4 or fails
+    assert made > count // 4
+    assert sum(graph.replays for graph in runner.graphs) > count // 4 or fails
+    assert not interpreted or any({"_attend_rows_kernel", "_past_kernel"} & graph.kernels for graph in runner.graphs)
     sizes = [(M, N) for graphs in recorded.drafts.graphs.values() for M, N, *_ in graphs._recorded]
     assert max(itertools.chain(*sizes)) <= limit
     assert fails or {graphs.reason for graphs in recorded.drafts.graphs.values()} == {""}

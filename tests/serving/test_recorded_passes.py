@@ -8,7 +8,7 @@ drafts that are right and wrong, adapters of some rows, pictures that are cut. K
 
 import random
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -18,14 +18,13 @@ import numpy as np
 import pytest
 import torch
 from asking import adapter, build
-from simulated_graphs import Shared, as_recorded
+from simulated_graphs import Shared, as_a_gpu_computes, as_on_a_gpu
 
 pytest.importorskip("triton")
 sys.path.insert(0, str(Path(__file__).parents[1] / "families"))
 import pictured
 
-import emulation
-from lowq_cli.engine import lora, lora_product
+from lowq_cli.engine import lora
 from lowq_cli.engine.batch import KeyValues, States
 from lowq_cli.engine.pictures import Shown
 from lowq_cli.engine.plan import plan_of
@@ -37,9 +36,9 @@ from lowq_cli.serving.draft_passes import Checked, DraftPasses
 from lowq_cli.serving.model_runner import ModelRunner
 from lowq_cli.serving.prompt_chunk import Piece, most_ends
 from lowq_cli.serving.scheduler import MOST_PREFILLING
-from lowq_kernels import decode
-from lowq_kernels.decode import latent, latent_prompt
+from lowq_kernels.decode import prompt
 from lowq_kernels.decode.reference import MOST_DRAFTS
+from lowq_kernels.dispatch import registry
 from lowq_packers.arch.parts import Pages, Recurrent
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run in Triton's interpreter")
@@ -74,30 +73,23 @@ MODELS = {  # settings, and kernels that passes launch
 }
 SEEING = {"qwen3_vl": {"_prepare_kernel", "_attend_prompt_kernel"}, "llava": {"_attend_kernel", "_attend_prompt_kernel"}}
 DRAFTED = ("llama", "gemma3_text", "qwen3_moe", "deepseek_v2")
-INTERPRETED = ("triton/attend", "triton/latent", "triton/route", "triton/short_conv", "triton/delta")
 
 
 @contextmanager
-def as_on_a_gpu():
-    """Dispatch chooses Triton's kernels on a CPU, too; products are torch's, as C++ is not noted."""
-    with ExitStack() as stack:
-        stack.enter_context(as_recorded())
-        kernels = stack.enter_context(emulation.changed_kernels())
-        for name in (*INTERPRETED, *(f"{name}_runs" for name in INTERPRETED[3:])):
-            kernels[name] = replace(kernels[name], devices=("cpu",), dtypes=(torch.float32,), rank=-1)
-        from lowq_kernels.decode import low_rank_triton
+def calls():
+    """What dispatch is asked for inside; but for lengths of prompts, on which no recorded kernel may depend."""
+    made, resolve, prompt_call = set(), registry.resolve, prompt.PromptCall
 
-        stack.enter_context(patch.object(lora_product, "add_low_rank", low_rank_triton.add_low_rank_rows))
-        stack.enter_context(patch.object(lora_product, "room", low_rank_triton.room))
-        yield
+    def resolved(call, kernel):
+        made.add(call)
+        return resolve(call, kernel)
 
+    def of_prompts(*facts):
+        made.add(replace(prompt_call(*facts), units=0, sequences=0))
+        return prompt_call(*facts)
 
-def as_a_gpu_computes(plan):
-    forms = latent.Forms(latent.dispatched, latent_prompt.prompt, latent_prompt.packed, latent_prompt.refuse)
-    unfused = dict.fromkeys(("fold", "attend_prepared", "gate_product", "norm_product"))  # they are in CUDA
-    plan.ops, plan.adds_in_gates = replace(decode.ops("cuda"), latent=forms, **unfused), True
-    plan.refold()
-    return plan
+    with patch.object(registry, "resolve", resolved), patch.object(prompt, "PromptCall", of_prompts):
+        yield made
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -207,13 +199,15 @@ class Side:
 
 def place(rng, n):
     """Where n tokens of a sequence may stand: at its start, behind some, at the ends of blocks, at the end of all."""
-    return rng.choice([0, 0, 1, max(0, BLOCK - n), BLOCK, 2 * BLOCK - n, LONGEST - n, rng.randint(0, LONGEST - n)])
+    ends = [max(0, end - n) for end in (BLOCK, 2 * BLOCK, LONGEST)]
+    return rng.choice([0, 0, min(1, ends[-1]), min(BLOCK, ends[-1]), *ends, rng.randint(0, ends[-1])])
 
 
 def lengths(rng, most, count, each):
     """Lengths, `count` of them and `each` in one at most, that fill a pass of `most` rows or a part of it: limits first."""
     yield [min(most, each)]
-    yield [1] * min(count, most)
+    ones = [1] * min(count, most)
+    yield ones if most <= 2 * count else [*ones[:-1], min(most - count + 1, each)]
     if most > 2:
         yield [min(most - 1, each), 1][:count]
     while True:
@@ -276,13 +270,16 @@ SEEDS = pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.ma
 def test_recorded_passes_are_those_launched(model, seed):
     (kind, plan, kernels), rng = model, random.Random(seed)
     recorded, launched = (Side(plan, ALL if seed else TOTALS.get(kind, FEW)) for _ in range(2))
-    shared = recorded.record()
+    with calls() as known:
+        shared = recorded.record()
     keys = recorded.passes.sizes.keys
     assert len(shared.graphs) == len(keys)
     assert kernels <= {name for graph in shared.graphs for name in graph.kernels}
     for b, M, adapted in keys:
         for steps, prompts in islice(passes_of(rng, b, M, adapted), PASSES):
-            compared(recorded, launched, recorded.run(steps, prompts), launched.run(steps, prompts))
+            with calls() as met:
+                compared(recorded, launched, recorded.run(steps, prompts), launched.run(steps, prompts))
+            assert met <= known
         assert recorded.passes.captured[b, M, adapted][0].own.replays >= PASSES - 1  # one at random may be a smaller pass
 
 
