@@ -22,7 +22,7 @@ D, UNIT = 128, 128  # dims of a head; slots that share scales
 UNIT_BYTES, SCALES = 2 * UNIT * D, 4  # of a unit and key head: codes of keys and values; fp32 numbers
 STAGES = 5  # units in flight: 160 KB
 SHARES = 4  # blocks per tile of tokens that make codes of a sequence: its cache is long where its new tokens are few
-LEAST = 1024  # min. tokens of a pass: shorter ones are recorded in CUDA graphs, for any length of their sequences
+LEAST = 1281  # min. tokens of a pass: shorter ones may be recorded in CUDA graphs, for any length of their sequences
 # Min. units of a sequence on average. On an H200 with 32 heads on 8 key heads 2,048 tokens take 72 us vs 68 us in 16 bits, in a
 # server's pass 4,096 take 236 vs 236 us, 8,192 700 vs 788 us, 4,096 behind 28,672 others 2,275 vs 2,741 us.
 LONG = 48

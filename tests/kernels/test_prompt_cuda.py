@@ -184,8 +184,8 @@ def test_supported_calls_choose_it():
     assert select(dataclasses.replace(CALL, kv="fp8"))[0].name == "triton/prompt"
     eight = dataclasses.replace(CALL, M=2048, act="fp8", units=96, sequences=2)
     assert select(eight)[0].name == "cuda/prompt8"
-    recorded = {"M": 1024, "units": 0, "sequences": 0}  # the host knows of no sequence then
-    for other in ({"act": "none"}, {"act": "int8"}, {"units": 0}, {"units": 95}, {"M": 512}, {"D": 64}, recorded):
+    recorded = {"units": 0, "sequences": 0}  # the host knows of no sequence then
+    for other in ({"act": "none"}, {"act": "int8"}, {"units": 0}, {"units": 95}, {"M": 1280}, {"D": 64}, recorded):
         assert select(dataclasses.replace(eight, **other))[0].name == "cuda/prompt", other
 
 

@@ -28,8 +28,10 @@ ON_A_CPU = [pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run in
 BY_KERNELS = "by Triton's kernels"
 KINDS = (
     *("EAGLE-3", "DFlash", "MTP of deepseek_v3", "another model"),
-    pytest.param(f"another model, {BY_KERNELS}", marks=ON_A_CPU),
-    *(pytest.param(f"{kind}, {BY_KERNELS}", marks=[*ON_A_CPU, pytest.mark.more]) for kind in ("EAGLE-3", "MTP of deepseek_v3")),
+    *(
+        pytest.param(f"{kind}, {BY_KERNELS}", marks=[*ON_A_CPU, pytest.mark.more])
+        for kind in ("another model", "EAGLE-3", "MTP of deepseek_v3")
+    ),
     *(
         pytest.param(kind, marks=pytest.mark.more)
         for kind in ("EAGLE-3.1", "P-EAGLE", "DSpark", "MTP of glm4_moe", "MTP of mimo", f"{ASSISTANT}{TARGETS[0]}", "itself")

@@ -13,6 +13,7 @@ import lowq
 from lowq_cli.engine.open_model import ready
 from lowq_cli.engine.plan import plan_of
 from lowq_cli.files.source import DEMO
+from lowq_cli.serving import pass_sizes
 from lowq_cli.serving.continuous import ContinuousEngine
 from lowq_kernels.decode import latent as definition
 from lowq_kernels.decode import reference
@@ -180,6 +181,11 @@ def test_on_a_gpu_passes_with_prompts_over_latents_are_replayed():
         assert client.tokens(*[client.ask(ids, 6) for ids in asked]) == expected
     finally:
         client.engine.stop(0)
+
+
+def test_no_pass_of_a_recorded_size_takes_a_kernel_that_allocates_by_lengths():
+    prompt8_cuda = pytest.importorskip("lowq_kernels.decode.prompt8_cuda")
+    assert prompt8_cuda.LEAST > max(pass_sizes.RECORDED, *pass_sizes.PICTURED)
 
 
 @pytest.mark.gpu

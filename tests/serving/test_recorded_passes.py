@@ -92,7 +92,15 @@ def calls():
         yield made
 
 
-@pytest.fixture(scope="module", params=MODELS)
+# what others have is in some of these: windows, experts, adapters, short convolutions; the rest takes 100 s
+DEFAULT = ("llama", "llama with adapters", "gemma3_text", "qwen3_moe", "lfm2", "llava")
+
+
+def kinds(names):
+    return [kind if kind in DEFAULT else pytest.param(kind, marks=pytest.mark.more) for kind in names]
+
+
+@pytest.fixture(scope="module", params=kinds(MODELS))
 def model(request, tmp_path_factory):
     """A kind of model, its plan with the operations of a GPU, and the kernels of its passes."""
     (settings, kernels), (family, _, adapted) = MODELS[request.param], request.param.partition(" ")
@@ -105,7 +113,7 @@ def model(request, tmp_path_factory):
         yield request.param, plan, kernels
 
 
-@pytest.fixture(scope="module", params=SEEING)
+@pytest.fixture(scope="module", params=kinds(SEEING))
 def seeing(request):
     """The same of a kind that takes pictures."""
     with as_on_a_gpu(), patch.object(pass_sizes, "PICTURED", ()):  # as large ones take the interpreter minutes
