@@ -137,8 +137,10 @@ def eval(
             f"the limit is {max_ppl_increase:g}%; try more bits or a smaller group"
         )
     if as_json:
+        from lowq_cli.hf.activations import act_from
+
         result: dict[str, Any] = {"model": name, "against": against, "text": text} if images is None else {"model": name}
-        result |= {**vars(report), "stride": report.window, "kv": kv, "ppl_increase_pct": increase}
+        result |= {**vars(report), "act_from": act_from(act), "stride": report.window, "kv": kv, "ppl_increase_pct": increase}
         if layers:
             result["layers"] = [vars(e) for e in errors]
         if failure:
@@ -181,16 +183,18 @@ def _tasks(
         loaded = load_tasks(tasks, fewshot, limit)
     console.table("plan", ("task", "asks for", ">questions", ">examples before each"), loaded.rows)
     began = time.perf_counter()
-    models = [_scores(name, loaded, limit, device, act, kv)]
+    scores, used = _scores(name, loaded, limit, device, act, kv)
+    models = [scores]
     if against is not None:
-        models.append(_scores(against, loaded, limit, device, None, "16"))
+        models.append(_scores(against, loaded, limit, device, None, "16")[0])
     seconds = time.perf_counter() - began
     if as_json:
         from importlib.metadata import version
 
         result: dict[str, Any] = {"model": name, "tasks": [vars(s) for s in models[0]]}
         result |= {} if against is None else {"against": against, "tasks_of_against": [vars(s) for s in models[1]]}
-        console.out_json(result | {"kv": kv, "limit": limit, "lm_eval": version("lm_eval"), "seconds": round(seconds, 3)})
+        result |= {**used, "kv": kv, "limit": limit, "lm_eval": version("lm_eval"), "seconds": round(seconds, 3)}
+        console.out_json(result)
         return
     columns: tuple[str, ...] = ("task", "metric", ">value", ">stderr", ">questions", ">examples")
     rows = [
@@ -205,14 +209,17 @@ def _tasks(
     console.table(f"{name}, {console.duration(seconds)}", columns, rows, on_stdout=True)
 
 
-def _scores(name: str, loaded: Any, limit: int | None, device: str, act: str | None, kv: str) -> "list[Score]":
-    """One model's, loaded as for perplexity."""
+def _scores(
+    name: str, loaded: Any, limit: int | None, device: str, act: str | None, kv: str
+) -> "tuple[list[Score], dict[str, str]]":
+    """One model's, loaded as for perplexity, and `act_facts`."""
     from lowq_cli.engine.open_model import ready
     from lowq_cli.evaluate.eight_bits import apply_act
     from lowq_cli.evaluate.tasks import Judge, scores
+    from lowq_cli.hf.activations import act_facts
     from lowq_cli.serving.offline import answers
 
     with console.status(f"loading {name}"):
         model, tokenizer = ready(name, device)
         apply_act(model, tokenizer, act, console.say)
-    return scores(loaded, Judge(model, tokenizer, answers, console.progress, kv), limit)
+    return scores(loaded, Judge(model, tokenizer, answers, console.progress, kv), limit), act_facts(model, act)

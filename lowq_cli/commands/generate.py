@@ -188,14 +188,14 @@ def answer(
         settings["chat"] = has_template(state.user_path(folder))
     if settings["chat"]:
         chat_template.begin(folder)
-    model, tokenizer = _loaded(folder, settings, device)
+    model, tokenizer, act = _loaded(folder, settings, device)
     drawn, origins = settle(model, given, DEFAULTS[default])
     generation_settings = {n: v for n, v in settings.items() if n not in NAMES}
     settings = {"kv": "16", "draft": "auto", "stop": []} | generation_settings | drawn | {"seed": seed}
     if many is not None:
         if settings["draft"] not in ("auto", "none"):
             console.warn(f"--draft {settings['draft']} is not used: the texts of --prompts take no drafts")
-        answer_all(model, tokenizer, many, batch, settings, origins, as_json)
+        answer_all(model, tokenizer, many, batch, settings, origins, act, as_json)
         return
     from lowq_cli.engine import stream
 
@@ -214,7 +214,7 @@ def answer(
         explain_s = time.perf_counter() - began
     interrupted = _write_text(generation, live=not as_json, batch=batch)
     numbers = {"model": folder} | numbers_of(model, generation, explain) | {"sampling": drawn, "sampling_from": origins}
-    numbers |= {"explain_s": round(explain_s, 4)} if explain else {}
+    numbers |= act | ({"explain_s": round(explain_s, 4)} if explain else {})
     if as_json:
         console.out_json(numbers)
     else:
@@ -225,8 +225,8 @@ def answer(
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _loaded(folder: str, settings: dict[str, Any], device: str) -> tuple[Any, Any]:
-    """The model and its tokenizer; `lora` and `act`, which are applied to the model, leave the settings."""
+def _loaded(folder: str, settings: dict[str, Any], device: str) -> tuple[Any, Any, dict[str, str]]:
+    """The model, its tokenizer and `act_facts`; `lora` and `act`, which are applied to the model, leave the settings."""
     from lowq_cli.devices import wake
 
     adapter = None
@@ -238,6 +238,7 @@ def _loaded(folder: str, settings: dict[str, Any], device: str) -> tuple[Any, An
     with console.status(f"loading {folder}"):
         from lowq_cli.engine.drafts.drafter_choice import check as check_draft
         from lowq_cli.engine.open_model import ready
+        from lowq_cli.hf.activations import act_facts
         from lowq_kernels.decode.kv import check
 
         check(settings.get("kv", "16"))
@@ -251,7 +252,7 @@ def _loaded(folder: str, settings: dict[str, Any], device: str) -> tuple[Any, An
             from lowq_cli.engine.lora import attach
 
             attach(model, [adapter])
-    return model, tokenizer
+    return model, tokenizer, act_facts(model, act)
 
 
 def check_pictures(model: str, files: Sequence[str]) -> None:

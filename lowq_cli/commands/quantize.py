@@ -1,6 +1,7 @@
 """lowq quantize: a Hugging Face model -> a low-bit checkpoint. Shows the plan, then works tensor by tensor."""
 
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -369,9 +370,20 @@ def _recipes(file: str | None, flags: dict[str, Any], engine: str | None, asked:
     from lowq_cli.plan.recipe import make_recipe, read_recipe
 
     if engine is None:
-        return [make_recipe(file, **flags)]
+        try:
+            return [make_recipe(file, **flags)]
+        except UsageError as e:
+            raise UsageError(_by_flag(str(e), flags)) from None
     given = read_recipe(file) if file else {}
     return [make_recipe(file, **chosen) for chosen in targets.candidates(engine, flags, given, asked)]
+
+
+def _by_flag(message: str, flags: dict[str, Any]) -> str:
+    """The message with the flag in place of the recipe's field that it begins with, if that was given as a flag."""
+    match = re.match(r"(\w+)(?:=|: )", message)
+    if match is None or flags.get(match[1]) is None:
+        return message
+    return f"--{match[1].replace('_', '-')} {message[match.end() :]}"
 
 
 def _show_result(

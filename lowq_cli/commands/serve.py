@@ -210,7 +210,7 @@ def _serve(
             served.body_bytes = PICTURE_BODY
         if bound is None:
             served.idle_s, pool.keep_alive = offers.keep_alive, float("inf")
-        plan = _plan(served, opening.loaded, url)
+        plan = _plan(served, opening.loaded, url, how["prefer"])
         _show_plan(plan)
         if as_json:
             console.out_json(plan)
@@ -276,7 +276,7 @@ def _run(
         os._exit(0)  # the log is blocked, so Python's flush at exit would block too
 
 
-def _plan(served: "Served", loaded: "Loaded", url: str) -> dict[str, Any]:
+def _plan(served: "Served", loaded: "Loaded", url: str, prefer: str) -> dict[str, Any]:
     """The printed plan: the models, the engine, and how many requests fit."""
     model = served.models.one
     engine, limits = model.engine, model.engine.limits
@@ -294,6 +294,9 @@ def _plan(served: "Served", loaded: "Loaded", url: str) -> dict[str, Any]:
         "kv": loaded.facts.kv,
         "kv_host_bytes": 0 if served.models.reports.host is None else served.models.reports.host.bytes,
         "drafts": loaded.facts.drafts,
+        "act": loaded.facts.act,
+        "act_from": loaded.facts.act_from,
+        "prefer": prefer,
         "url": url,
         "local": bool(served.hosts),
         "chat_template": bool(model.tokenizer.chat_template),
@@ -315,6 +318,8 @@ def _show_plan(plan: dict[str, Any]) -> None:
     if plan["kv_host_bytes"]:
         console.say(f"up to {console.size(plan['kv_host_bytes'])} of host memory for cache that does not fit on the device")
     console.say(f"drafts: {plan['drafts']}")
+    said = {"checkpoint": "as the checkpoint says", "given": "--act", "auto": "chosen by --act auto"}[plan["act_from"]]
+    console.say(f"activations of prompts: {plan['act'].replace('none', '16 bits')} ({said}); prefer: {plan['prefer']}")
     if others := [m for m in plan["models"] if m != plan["model"]]:
         some = ", ".join(others[:SHOWN]) + (f" and {len(others) - SHOWN} more" if len(others) > SHOWN else "")
         console.say(f"loaded on their first request: {some}")

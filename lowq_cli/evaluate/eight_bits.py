@@ -17,7 +17,7 @@ from lowq_cli.engine.prompts import encode
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.tokenizer import LoadedTokenizer
 from lowq_cli.evaluate.logits import logits_of, warm_reading
-from lowq_cli.hf.activations import linears_by_name, mixtures, set_activations
+from lowq_cli.hf.activations import is_quantized, linears_by_name, mixtures, set_activations
 from lowq_cli.hf.experts import QuantExperts
 from lowq_cli.models import CausalModel
 from lowq_kernels.activations import STEPS, check_act
@@ -25,7 +25,8 @@ from lowq_kernels.dispatch.registry import Call, after_rounding
 from lowq_kernels.fp8.matmul import has_fp8
 from lowq_kernels.gpu import capability
 from lowq_kernels.modules.linear import QuantLinear
-from lowq_packers.scheme import Act
+from lowq_packers.errors import UsageError
+from lowq_packers.scheme import ACTS, Act
 
 AUTO = "auto"
 Layer = QuantLinear | QuantExperts  # what rounds, or does not
@@ -72,6 +73,10 @@ def apply_act(
     tokens: of each text that "auto" measures on.
     Raises UsageError if nothing is quantized, UnsupportedError for int8 activations with fp8 weights.
     """
+    if act not in (None, AUTO, *ACTS):
+        raise UsageError(f"--act {act} must be one of {', '.join(ACTS)}, {AUTO}")
+    if act not in (None, "none") and not is_quantized(model):
+        raise UsageError(f"--act {act}: this model has no quantized linear layers; quantize it first")
     if act == AUTO:
         say("--act auto: the model writes texts, on which rounding is measured; without a GPU this takes a while")
         say(str(choose(model, own_text(model, tokenizer, tokens))))

@@ -7,7 +7,7 @@ from those before it. Losses are summed in fp64 from fp32 logits, whatever dtype
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from lowq_cli.calibrate.texts import WINDOW, check_ids, read_utf8, tokenize, win
 from lowq_cli.engine.model_record import owned
 from lowq_cli.engine.sampling import check_finite
 from lowq_cli.evaluate.logits import device_of, logits_of, warm_reading
+from lowq_cli.hf.activations import activations_of
 from lowq_cli.models import CausalModel
 from lowq_kernels.decode.kv import PLAIN
 from lowq_packers.errors import UsageError
@@ -33,7 +34,9 @@ Progress = Callable[[int, str], None]
 
 @dataclass(frozen=True)
 class Report:
-    """The results of `evaluate`. `tokens` were read, `predicted` of them scored; kl is in nats per predicted token."""
+    """The results of `evaluate`. `tokens` were read, `predicted` of them scored; kl is in nats per predicted token. act: the
+    mode in which layers rounded activations, "none" if none did; set by `measure`.
+    """
 
     ppl: float
     tokens: int
@@ -42,6 +45,7 @@ class Report:
     base_ppl: float | None = None
     kl: float | None = None
     top1_agreement: float | None = None
+    act: str = "none"
 
     @property
     def ppl_increase_pct(self) -> float | None:
@@ -107,7 +111,7 @@ def evaluate(
     if reference is None:
         return report
     compared = (_exp(base_nll / predicted), max(kl / predicted, 0.0), agree / predicted)
-    return Report(report.ppl, report.tokens, predicted, report.window, *compared)
+    return replace(report, base_ppl=compared[0], kl=compared[1], top1_agreement=compared[2])
 
 
 def logits_at_once(device: torch.device) -> int:
@@ -155,7 +159,8 @@ def measure(
         apply_act(loaded, tokenizer, act, console.say)
     reference = ready(against, device)[0] if against else None
     window = min(window_of(m) for m in (loaded, reference) if m is not None)
-    return evaluate(loaded, tokenize(tokenizer, text), reference, window, max_tokens, progress, kv)
+    report = evaluate(loaded, tokenize(tokenizer, text), reference, window, max_tokens, progress, kv)
+    return replace(report, act=activations_of(loaded))
 
 
 def measure_modes(
@@ -170,7 +175,7 @@ def measure_modes(
     reports: dict[str, Report] = {}
     for act in modes(loaded):
         set_activations(loaded, act)
-        reports[act] = evaluate(loaded, ids, None, window_of(loaded), max_tokens, progress)
+        reports[act] = replace(evaluate(loaded, ids, None, window_of(loaded), max_tokens, progress), act=act)
     return reports
 
 
@@ -185,8 +190,8 @@ def perplexity(
         text: the text itself, not the name of a file.
         max_tokens: read at most this many tokens of it.
     Returns:
-        ppl, tokens (read), predicted (tokens), window, and of the comparison base_ppl, kl (nats per token), top1_agreement,
-        which are None without `against`.
+        ppl, tokens (read), predicted (tokens), window, act (how the model rounds activations: none, int8 or fp8), and of the
+        comparison base_ppl, kl (nats per token), top1_agreement, which are None without `against`.
     Raises:
         UsageError: fewer than two tokens, the name of a file, another vocabulary. NotFoundError, DamagedError,
             UnsupportedError: as `load`.

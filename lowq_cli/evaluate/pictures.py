@@ -9,6 +9,7 @@ import torch
 from lowq_cli.calibrate.texts import picture_pairs
 from lowq_cli.engine.model_record import owned
 from lowq_cli.evaluate.perplexity import Progress, Report
+from lowq_cli.hf.activations import activations_of
 from lowq_packers.errors import NotFoundError, UsageError
 
 
@@ -50,9 +51,11 @@ def measure_pictures(
         if progress:
             progress(100 * (i + 1) // len(examples), file.name)
     ppl, base = (math.exp(min(sums[k] / predicted, 700.0)) for k in ("nll", "base"))
+    act = activations_of(loaded[0][0])
     if against is None:
-        return Report(ppl, tokens, predicted, longest)
-    return Report(ppl, tokens, predicted, longest, base, max(sums["kl"] / predicted, 0.0), sums["agree"] / predicted)
+        return Report(ppl, tokens, predicted, longest, act=act)
+    compared = base, max(sums["kl"] / predicted, 0.0), sums["agree"] / predicted
+    return Report(ppl, tokens, predicted, longest, *compared, act)
 
 
 def _log_probabilities(model: Any, tokenizer: Any, file: Path, text: str) -> tuple[torch.Tensor, torch.Tensor]:

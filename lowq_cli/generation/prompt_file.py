@@ -67,11 +67,13 @@ def answer_all(
     batch: int | None,
     settings: dict[str, Any],
     origins: Mapping[str, str],
+    act: Mapping[str, str],
     as_json: bool,
 ) -> None:
     """One JSON line per prompt on stdout, with its line's other keys, in order, `batch` at once; the totals on stderr.
 
-    as_json: all lines in one object. Every prompt is encoded, and refused if it is too long, before the first is answered.
+    act: facts for the object of as_json, which has all lines. Every prompt is encoded, and refused if it is too long, before
+    the first is answered.
     """
     import time
 
@@ -90,7 +92,8 @@ def answer_all(
         tokens += len(a.tokens)
     speed = tokens / max(time.perf_counter() - began, 1e-9)
     if as_json:
-        console.out_json({"results": lines, "new_tokens": tokens, "tps": round(speed, 2), "seed": settings["seed"]})
+        numbers = {"new_tokens": tokens, "tps": round(speed, 2), **act, "seed": settings["seed"]}
+        console.out_json({"results": lines, **numbers})
     totals = f"{count(len(requests), 'prompt')}, {count(tokens, 'new token')}"
     drawn = drawn_text({n: settings[n] for n in origins}, origins, settings["seed"])
     console.say(f"{totals} at {speed:.1f}/s, prefill included{drawn}")

@@ -36,15 +36,35 @@ def mixtures(model: CausalModel) -> list[QuantExperts]:
     return [m for m in model.modules() if isinstance(m, QuantExperts) and m.schemes]
 
 
+def is_quantized(model: CausalModel) -> bool:
+    """Whether the model has layers that can round their activations."""
+    return bool(quantized_linears(model) or mixtures(model))
+
+
+def activations_of(model: CausalModel) -> Act:
+    """The mode of those of the model's layers that round activations; "none" if none does."""
+    acts = (layer.act for layer in (*quantized_linears(model), *mixtures(model)))
+    return next((act for act in acts if act != "none"), "none")
+
+
+def act_facts(model: CausalModel, act: str | None) -> dict[str, str]:
+    """What results say of activations: `act`, the mode in use, and `act_from`."""
+    return {"act": activations_of(model), "act_from": act_from(act)}
+
+
+def act_from(act: str | None) -> str:
+    """Whether the mode in use was "given" as `--act`, was chosen by "auto", or is the "checkpoint"'s."""
+    return "checkpoint" if act is None else "auto" if act == "auto" else "given"
+
+
 def set_activations(model: AnyModel, act: Act) -> AnyModel:
     """Make the model's quantized linears and experts round activations to `act`, and return the model.
 
     Raises UsageError if there are no quantized linears, UnsupportedError for int8 activations with fp8 weights.
     """
-    layers = quantized_linears(model)
-    if not layers and not mixtures(model) and act != "none":
-        raise UsageError(f"act={act}: this model has no quantized linear layers; quantize it first")
-    for layer in layers:
+    if not is_quantized(model) and act != "none":
+        raise UsageError(f"activations in {act}: this model has no quantized linear layers; quantize it first")
+    for layer in quantized_linears(model):
         layer.set_act(act)
     for experts in mixtures(model):
         experts.set_act(act)

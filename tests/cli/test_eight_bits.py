@@ -105,8 +105,35 @@ def test_the_choice_of_activations_is_printed(loaded):
     assert output == [first, line]
     apply_act(model, tokenizer, "fp8", output.append)
     assert output[2:] == ["cpu has no FP8: activations are rounded to fp8 in software, which takes time instead of saving it"]
-    with pytest.raises(UsageError, match="act='int4' does not exist"):
+    with pytest.raises(UsageError, match="--act int4 must be one of none, int8, fp8, auto"):
         apply_act(model, tokenizer, "int4")
+
+
+@pytest.mark.parametrize("act", ["int8", "fp8", "auto"])
+def test_every_mode_of_a_model_without_quantized_layers_is_one_mistake(act, short_demo):
+    model, tokenizer = ready(short_demo, "cpu")
+    apply_act(model, tokenizer, "none")
+    with pytest.raises(UsageError, match=f"--act {act}: this model has no quantized linear layers; quantize it first"):
+        apply_act(model, tokenizer, act)
+
+
+@pytest.mark.parametrize("act", [None, "none", "int8", "fp8", "auto"])
+def test_results_say_which_mode_is_in_use(act, loaded, folder, tmp_path, monkeypatch):
+    """`--act auto` is named with the mode that it chose, which is int8 for this model on a CPU."""
+    monkeypatch.setattr("lowq_cli.evaluate.eight_bits.TEXTS", 2)
+    mode, source = {None: ("none", "checkpoint"), "auto": ("int8", "auto")}.get(act, (act, "given"))
+    flags = ["--device", "cpu", "--json", *(() if act is None else ("--act", act))]
+    (tmp_path / "p.jsonl").write_text('"Once"\n')
+    short = ("--max-new-tokens", "2")
+    for words in (
+        ("generate", folder, "--prompt", "Once", *short),
+        ("generate", folder, "--prompts", tmp_path / "p.jsonl", *short),
+        ("eval", folder, "--max-tokens", "600"),
+        ("serve", folder, "--port", "0", "--dry-run", "--prefer", "smooth"),
+    ):
+        result = json.loads(run(*words, *flags))
+        assert (result["act"], result["act_from"]) == (mode, source)
+    assert result["prefer"] == "smooth"
 
 
 def test_commands_take_it(folder):

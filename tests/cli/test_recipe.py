@@ -3,9 +3,11 @@
 from dataclasses import fields
 
 import pytest
+from typer.testing import CliRunner
 
 from lowq_cli import quantizers, recipes
 from lowq_cli.commands.quantize import FLAGS
+from lowq_cli.main import app
 from lowq_cli.plan.recipe import Recipe, make_recipe
 from lowq_cli.plan.values import Override, matches
 from lowq_packers.errors import NotFoundError, UsageError
@@ -138,3 +140,17 @@ def test_the_three_recipes_go_from_small_to_large():
 
 def test_every_field_has_its_option():
     assert set(FLAGS) == {f.name for f in fields(Recipe)}
+
+
+@pytest.mark.parametrize(
+    "flag", [f"--{n}" for n in ["method", "zero", "act", "dtype", "layout", "format", "lm-head", "embedding"]]
+)
+def test_a_wrong_value_is_named_as_it_was_given(flag, tmp_path):
+    """At the command line by its flag, and in a file by its field."""
+    field = flag[2:].replace("-", "_")
+    (tmp_path / "r.toml").write_text(f'{field} = "odd"\n')
+    for words, named in (([flag, "odd"], flag), (["--recipe", str(tmp_path / "r.toml")], field)):
+        told = CliRunner().invoke(app, ["quantize", "demo", *words, "--dry-run"]).exception
+        assert isinstance(told, UsageError)
+        assert "odd" in str(told)
+        assert (flag in str(told)) == (named == flag), str(told)

@@ -87,8 +87,8 @@ class Local:
             if place.state is State.READY and place.model is not None and model_path(place.offer.path) == body.get("path"):
                 if place.model.facts.kv != body.get("kv"):
                     raise Refusal(404, f"it holds its cache in {place.model.facts.kv}, not {body.get('kv')}")
-                if place.model.facts.act is not None:
-                    raise Refusal(404, f"it takes activations as {place.model.facts.act}")
+                if place.model.facts.act_from != "checkpoint":
+                    raise Refusal(404, f"it takes activations as --act says ({place.model.facts.act})")
                 if body.get("device") not in ("auto", place.model.facts.device.partition(":")[0]):
                     raise Refusal(404, f"it computes on {place.model.facts.device}")
                 if place.outdated:
@@ -124,7 +124,7 @@ class Local:
         writer = TextWriter(model.tokenizer, ids, stops, model.stop_ids, "length" if room == new_tokens else "context", shown)
         live = model.hub.submit([Request(tuple(ids), room, model.stop_ids, draw)] if room else [])
         facts = {"process": os.getpid(), "prompt_tokens": len(ids), "sampling": drawn, "sampling_from": origins}
-        facts["context"] = limit
+        facts |= {"context": limit, "act": model.facts.act, "act_from": model.facts.act_from}
         return Lines(
             live, writer, facts | {"decoder": model.engine.name, "template": template, "seed": body["seed"], "marks": marks}
         )

@@ -51,8 +51,8 @@ class Facts:
     context: max. tokens of a sequence by the model's config, None if it names no limit. published: the sampling settings of its
     generation_config.json. pooling: how the hidden states of a text become one vector, one of POOLINGS. drafts: the source of
     draft tokens, or why there are none. adapters: names of its LoRA adapters, in order. act: the format that activations are
-    rounded to, None for no rounding. refused: the adapters that it could not take, by name. files: its files as they were
-    before it was read (`file_facts`).
+    rounded to, "none" for no rounding. act_from: who chose it, as `act_from`. refused: the adapters that it could not take, by
+    name. files: its files as they were before it was read (`file_facts`).
     """
 
     weight_bytes: int = 0
@@ -63,7 +63,8 @@ class Facts:
     pooling: str = "last"
     drafts: str = "none"
     adapters: tuple[str, ...] = ()
-    act: str | None = None
+    act: str = "none"
+    act_from: str = "checkpoint"
     refused: Mapping[str, Refused] = field(default_factory=dict)
     files: list[tuple[str, int, int, int]] = field(default_factory=list)
 
