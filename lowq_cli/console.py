@@ -237,13 +237,13 @@ def size(n_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """75.2 -> '1:15', 3.21 -> '3.2 s', 45689359 -> '529 days'."""
+    """75.2 -> '1:15 min', 3.21 -> '3.2 s', 3723 -> '1:02:03 h', 45689359 -> '529 days'."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     if seconds >= 2 * 86400:
         return f"{seconds / 86400:,.0f} days"
     minutes, s = divmod(round(seconds), 60)
-    return f"{minutes}:{s:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{s:02d}"
+    return f"{minutes}:{s:02d} min" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{s:02d} h"
 
 
 def age(seconds: float) -> str:

@@ -20,6 +20,7 @@ from lowq_packers.regular import read_given
 WINDOW = 512
 BATCH = 8  # windows per batch
 MAX_TEXT = 1 << 32  # max. bytes per file
+WHAT = "calibration text"
 DEFAULT_TEXT = Path(__file__).parents[1] / "demo" / "calibration.txt"
 SELF, BUNDLED = "self", "bundled"  # a recipe's names for the text that the model writes itself and for the bundled one
 
@@ -39,13 +40,13 @@ class Text:
     later: torch.Tensor | None = None
 
     @classmethod
-    def read(cls, path: str | None) -> Text:
-        """The text that a recipe names, unless the model writes it itself. Raises the errors of `read_text`."""
+    def read(cls, path: str | None, what: str = WHAT) -> Text:
+        """The text that a recipe names, unless the model writes it itself. what, errors: as `read_text`."""
         root = None if path in (None, BUNDLED) else user_path(str(path))
         if root is None or not root.is_dir() or not (pairs := picture_pairs(root)):
-            return cls(path or BUNDLED, read_text(path))
+            return cls(path or BUNDLED, read_text(path, what))
         captions = {file.with_suffix(".txt") for file, _ in pairs}
-        others = [read_text(str(p)) for p in text_files(root) if p not in captions]
+        others = [read_text(str(p), what) for p in text_files(root) if p not in captions]
         return cls(str(path), "\n\n".join(others) or read_text(None), pairs=tuple(pairs))
 
     @cached_property
@@ -70,18 +71,18 @@ class Text:
         return [choose_windows(ids.long(), len(ids), window_of(model)) for ids in self.later] if self.later is not None else []
 
 
-def read_text(path: str | None) -> str:
-    """The calibration text: a .txt file, a .jsonl file of {"text": ...}, all such files in a folder, or the bundled one.
+def read_text(path: str | None, what: str = WHAT) -> str:
+    """A text: a .txt file, a .jsonl file of {"text": ...}, all such files in a folder, or the bundled one.
 
-    Raises NotFoundError, UsageError.
+    what: its name in messages. Raises NotFoundError, UsageError.
     """
     root = DEFAULT_TEXT if path in (None, BUNDLED) else user_path(str(path))
     if root.is_dir():
         files = text_files(root)
         if not files:
-            raise NotFoundError(f"{root} holds no .txt or .jsonl file to calibrate on")
-        return "\n\n".join(read_text(str(p)) for p in files)
-    text = read_utf8(root, "calibration text")
+            raise NotFoundError(f"{root} holds no .txt or .jsonl file for the {what}")
+        return "\n\n".join(read_text(str(p), what) for p in files)
+    text = read_utf8(root, what)
     if root.suffix == ".jsonl":
         try:
             text = "\n\n".join(json.loads(line)["text"] for line in text.split("\n") if line.strip())
@@ -89,7 +90,7 @@ def read_text(path: str | None) -> str:
         except (ValueError, KeyError, TypeError, RecursionError):
             raise UsageError(f'{root} must hold one JSON object with a "text" per line') from None
     if not text.strip():
-        raise UsageError(f"the calibration text {root} is empty")
+        raise UsageError(f"the {what} {root} is empty")
     return text
 
 
@@ -138,7 +139,7 @@ def windows(ids: torch.Tensor, window: int = WINDOW, max_tokens: int | None = No
     """
     ids = ids[:max_tokens]
     if ids.numel() < 2 or window < 2:
-        raise UsageError(f"perplexity needs at least 2 tokens, the text has {ids.numel()} and the window {window}")
+        raise UsageError(f"at least 2 tokens of text are needed; the text has {ids.numel()} and the window {window}")
     window = min(window, ids.numel())
     return ids[: ids.numel() // window * window].reshape(-1, window)
 

@@ -22,7 +22,12 @@ def draft(
         int | None, typer.Option(min=2048, help="Tokens of text to learn from.  [default: 4194304, on a CPU 262144]")
     ] = None,
     head: Annotated[
-        str, option("eagle3: one token after the other; peagle: all at once.", completion.words("eagle3", "peagle"))
+        str,
+        option(
+            "How the head guesses tokens: eagle3, one after the other, or peagle, all at once.",
+            completion.words("eagle3", "peagle"),
+            "eagle3|peagle",
+        ),
     ] = "eagle3",
     text: Annotated[str, option("Text: self (the model writes it), .txt, .jsonl or bundled.", None, "self|FILE|DIR")] = "self",
     vocab: Annotated[
@@ -52,6 +57,7 @@ def draft(
         from lowq_cli.run import draft_training, draft_training_plan
 
         planned, model, tokenizer = draft_training_plan.plan_training(name, out, tokens, text, vocab, seed, device, head)
+    draft_training.check_out(planned)
     console.table("", ("plan", ""), planned.summary)
     if dry_run:
         if as_json:
@@ -69,7 +75,9 @@ def draft(
     there = " (was already there)" if result.already_done else f" in {console.duration(result.seconds)}"
     console.say(f"drafted tokens accepted, first to last: {shares}; up to {result.length:.2f} tokens per step{there}")
     if result.speed:
-        console.say(f"{result.speed[1]:,.0f} tokens/s with the head on this device, {result.speed[0]:,.0f} without drafts")
+        console.say(
+            f"{result.speed['with']:,.0f} tokens/s with the head on this device, {result.speed['without']:,.0f} without drafts"
+        )
     if not saves_time(vars(result), planned.device.type):
         few = f"that is fewer than {LITTLE:g} tokens per step" if result.length < LITTLE else "the head is not faster"
         console.say(f"{few}, so --draft auto does not take it; train on more than {result.tokens:,} tokens (--tokens)")

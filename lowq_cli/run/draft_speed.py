@@ -9,8 +9,8 @@ from lowq_cli.engine.prompts import stream
 TEXTS, NEW = 3, 64  # greedy texts that are timed, after one that is not, and the tokens of each
 
 
-def measure(model: Any, tokenizer: Any, head: str, windows: torch.Tensor) -> list[float]:
-    """Tokens/s without drafts and with the head in a folder; empty if no text had a step. windows: (n, L) of held-out text,
+def measure(model: Any, tokenizer: Any, head: str, windows: torch.Tensor) -> dict[str, float]:
+    """Tokens/s "without" drafts and "with" the head in a folder; empty if no text had a step. windows: (n, L) of held-out text,
     of which each first quarter is a prompt."""
     tokens, seconds = [0, 0], [0.0, 0.0]
     for number in range(TEXTS + 1):
@@ -22,4 +22,4 @@ def measure(model: Any, tokenizer: Any, head: str, windows: torch.Tensor) -> lis
             if number and text.steps:
                 tokens[i] += len(text.tokens[0]) - 1
                 seconds[i] += text.decode_s
-    return [n / s for n, s in zip(tokens, seconds, strict=True)] if all(tokens) else []
+    return {w: n / s for w, n, s in zip(("without", "with"), tokens, seconds, strict=True)} if all(tokens) else {}

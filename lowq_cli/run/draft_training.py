@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save
 
 from lowq_cli.calibrate import texts
 from lowq_cli.engine.batch import Batch, Rectangle
+from lowq_cli.engine.drafts.drafter_choice import speeds
 from lowq_cli.engine.model_record import owned
 from lowq_cli.engine.plan import Plan, plan_of
 from lowq_cli.engine.state import static_state, tensors_of
@@ -31,7 +32,7 @@ from lowq_cli.files.weight_files import SINGLE
 from lowq_cli.run import own_text
 from lowq_cli.run.draft_head import LATER, Learner, Sizes, loss_of, right
 from lowq_cli.run.draft_speed import measure
-from lowq_cli.run.draft_training_plan import Training, held_out
+from lowq_cli.run.draft_training_plan import Training, given_text, held_out
 from lowq_cli.state import writing
 from lowq_kernels.modules.joined import weight_of
 from lowq_packers.atomic import sweep, write_whole
@@ -57,8 +58,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Trained:
-    """The result. accepted: share of held-out positions whose guesses 1 .. j are all right; length: mean tokens per round;
-    speed: tokens/s on `device`, its type, without drafts and with the head, empty if not measured.
+    """The result. params: weights of the head. guesses: tokens of its vocabulary. loss: at the end. accepted, accepted_drawn:
+    for each j, the share of held-out positions whose guesses 1 .. j are all right, in greedy and in sampled text. length: mean
+    tokens per step that follows from `accepted`. speed: tokens/s on `device`, its type, as `draft_speed.measure`.
     """
 
     out: str
@@ -72,7 +74,7 @@ class Trained:
     accepted_drawn: list[float]
     length: float
     device: str = ""
-    speed: list[float] = field(default_factory=list)
+    speed: dict[str, float] = field(default_factory=dict)
     already_done: bool = False
 
 
@@ -81,12 +83,24 @@ def train(of: Training, model: Any, tokenizer: Any, save_s: float = SAVE_S) -> G
 
     Raises BusyError where another process trains into the same folder, UsageError where that holds something else.
     """
+    check_out(of)
     with ExitStack() as stack:
         with writing(of.out):
             of.out.mkdir(parents=True, exist_ok=True)
             stack.enter_context(folder.held(of.out))
         stack.callback(_remove_empty, of.out)
         return (yield from _trained(of, model, tokenizer, save_s))
+
+
+def check_out(of: Training) -> None:
+    """Raise UsageError if the head cannot be written to its folder: a file is in its place, or other files are in it."""
+    there = next(p for p in (of.out, *of.out.absolute().parents) if p.exists())
+    if not there.is_dir():
+        raise UsageError(f"--out {of.out}: {there} is a file; name a folder")
+    if there != of.out or _made(of) is not None:
+        return
+    if any(of.out.iterdir()) and ((of.out / HEAD_NOTES).exists() or not (of.out / HEAD_STATE).exists()):
+        raise UsageError(f"{of.out} is there already and holds something else; use another --out, or remove it")
 
 
 def _remove_empty(out: Path) -> None:
@@ -101,8 +115,7 @@ def _trained(of: Training, model: Any, tokenizer: Any, save_s: float) -> Generat
             (of.out / HEAD_STATE).unlink()
         return trained
     sweep(of.out / HEAD_STATE)
-    if any(of.out.iterdir()) and ((of.out / HEAD_NOTES).exists() or not (of.out / HEAD_STATE).exists()):
-        raise UsageError(f"{of.out} is there already and holds something else; use another --out, or remove it")
+    check_out(of)
     state = of.out / HEAD_STATE
     kept = state.stat().st_blocks * 512 if state.exists() else 0
     folder.check_room(2 * STATE * of.of.params - kept, of.out)  # a new state is whole before the last one is removed
@@ -130,8 +143,7 @@ def _trained(of: Training, model: Any, tokenizer: Any, save_s: float) -> Generat
 def training_windows(of: Training, model: Any, tokenizer: Any) -> Generator[Step, None, tuple[torch.Tensor, torch.Tensor]]:
     """Windows (n, L) of sampled text, and of greedy text; for a given text, its two halves."""
     if of.own is None:
-        contents = texts.Text.read(None if of.text == texts.BUNDLED else of.text)
-        ids = contents.windows(tokenizer, of.tokens, model).long()
+        ids = given_text(of.text).windows(tokenizer, of.tokens, model).long()
         half = len(ids) // 2
         return ids[:half], ids[half:]
     window, parts = texts.window_of(model), []
@@ -324,5 +336,6 @@ def _made(of: Training) -> Trained | None:
         notes = json.loads(read_text(of.out / HEAD_NOTES))
         if notes.pop("run") == _facts(of) and (of.out / SINGLE).is_file():
             names = Trained.__dataclass_fields__  # an older lowq did not measure the speed
+            notes["speed"] = speeds(notes)
             return Trained(**{n: notes[n] for n in names if n in notes and n != "already_done"}, already_done=True)
     return None

@@ -85,7 +85,8 @@ def plan_training(
     """The plan of a training, the model and its tokenizer. Raises LowqError."""
     on = pick_device(device)
     # read before the model: a plan of a text that cannot be read helps no user
-    digest = texts.SELF if text == texts.SELF else texts.Text.read(None if text == texts.BUNDLED else text).digest
+    contents = None if text == texts.SELF else given_text(text)
+    digest = texts.SELF if contents is None else contents.digest
     loaded, tokenizer = open_model.ready(model, device)
     if why := why_not(loaded):
         raise UnsupportedError(f"draft heads are trained only for models that lowq's native decoder runs: {why}")
@@ -97,6 +98,8 @@ def plan_training(
     side = max(1, min(MOST_WINDOWS[on.type], ROWS // (window * of.guesses)))
     least = (2 * HELD_OUT + side) * window
     count = max(count // window * window, least if on.type == "cuda" else 4 * window)
+    if contents is not None:  # the file may hold less
+        count = contents.windows(tokenizer, count, loaded).numel()
     steps = max(1, (count // window - held_out(count // window)) // side) * PASSES
     outlook = None
     params = sum(p.numel() for p in loaded.parameters())
@@ -112,6 +115,11 @@ def plan_training(
     folder = Path(out) if out else _default_out(model)
     training = Training(model, inputs, folder, on, of, text, count, seed, steps, side, seconds, big_seconds, outlook)
     return training, loaded, tokenizer
+
+
+def given_text(text: str) -> texts.Text:
+    """The text that `--text` names, other than the model's own. Raises the errors of `texts.read_text`."""
+    return texts.Text.read(None if text == texts.BUNDLED else text, "text")
 
 
 def held_out(windows: int) -> int:

@@ -142,3 +142,11 @@ def test_help_inside_a_chat_fits_a_narrow_terminal(monkeypatch):
     lines = stream.getvalue().splitlines()
     assert max(map(len, lines)) <= 40
     assert " ".join(stream.getvalue().split()) == " ".join(INSIDE.split())
+
+
+@pytest.mark.parametrize("power", range(-2, 9))
+def test_every_duration_has_a_unit(power):
+    for digit in (1, 3.7, 9):
+        number, unit = console.duration(digit * 10.0**power).split(" ")
+        assert re.fullmatch(r"[\d.,]+|\d+:\d\d|\d+:\d\d:\d\d", number)
+        assert unit == {0: "s" if "." in number else "days", 1: "min", 2: "h"}[number.count(":")]

@@ -144,6 +144,9 @@ def test_a_folder_beside_the_checkpoint_is_taken_by_itself(tmp_path):
         ({"length": 3.0, "device": "cuda", "speed": [1437.0, 667.0]}, "EAGLE-3"),
         ({"length": 1.2, "device": "cpu", "speed": [667.0, 668.0]}, "ngram"),
         ({"length": 3.0, "device": "cpu", "speed": []}, "EAGLE-3"),
+        ({"length": 3.0, "device": "cpu", "speed": {"without": 1437.0, "with": 667.0}}, "ngram"),
+        ({"length": 3.0, "device": "cpu", "speed": {"without": 667.0, "with": 1437.0}}, "EAGLE-3"),
+        ({"length": 3.0, "device": "cpu", "speed": {}}, "EAGLE-3"),
     ],
 )
 def test_a_head_that_saved_no_time_in_training_is_not_taken_by_itself(notes, drafter, tmp_path):

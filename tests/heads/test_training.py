@@ -29,7 +29,7 @@ from lowq_cli.main import app
 from lowq_cli.run import draft_training as training
 from lowq_cli.run.draft_head import GUESSES, Learner, attended, loss_of, right, sizes
 from lowq_cli.run.draft_training_plan import plan_training
-from lowq_packers.errors import DamagedError, UsageError
+from lowq_packers.errors import DamagedError, LowqError, UsageError
 
 J, WORDS = GUESSES["eagle3"], 8192
 
@@ -213,8 +213,13 @@ def test_the_command_writes_a_published_folder_that_is_read_and_run(kind, folder
     assert len(result["accepted"]) == GUESSES[kind]
     again = CliRunner().invoke(app, [*line, "--out", str(out), "--device", "cpu"])
     assert result["length"] < 1.25
-    assert all(tps > 0 for tps in result["speed"])
-    assert len(result["speed"]) == 2
+    assert all(tps > 0 for tps in result["speed"].values())
+    assert result["speed"].keys() == {"without", "with"}
+    notes = json.loads((out / "lowq_draft.json").read_text())
+    assert notes["speed"] == result["speed"]
+    (out / "lowq_draft.json").write_text(json.dumps(notes | {"speed": [947.0, 1113.0]}))  # as an older lowq wrote it
+    older = CliRunner().invoke(app, [*line, "--out", str(out), "--device", "cpu", "--json"])
+    assert json.loads(older.stdout)["speed"] == {"without": 947.0, "with": 1113.0}
     assert "tokens/s with the head on this device" in again.output
     without = (
         "that is fewer than 1.25 tokens per step, so --draft auto does not take it; train on more than 2,048 tokens (--tokens)"
@@ -229,6 +234,43 @@ def test_a_folder_with_other_files_is_not_changed(folder, tmp_path):
     shown = CliRunner().invoke(app, line)
     assert "holds something else" in str(shown.exception)
     assert [p.name for p in tmp_path.iterdir()] == ["book.txt"]
+
+
+@pytest.mark.parametrize("place", ["a file", "below a file", "a folder of others", "a head of another run"])
+def test_a_dry_run_refuses_what_the_run_refuses(place, folder, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "book.txt").write_text("mine")
+    out = tmp_path / {"a file": "file", "below a file": "file/head", "a folder of others": "others"}.get(place, "head")
+    line = ["draft", "train", str(folder), "--text", "bundled", "--tokens", "2048", "--vocab", "512", "--device", "cpu"]
+    if place == "a head of another run":
+        done(training.train(*planned(folder, out)))
+    runs = [CliRunner().invoke(app, [*line, "--out", str(out), *more]) for more in (["--dry-run"], [])]
+    assert [type(r.exception) for r in runs] == [UsageError] * 2
+    assert str(runs[0].exception) == str(runs[1].exception)
+
+
+@pytest.mark.parametrize("tokens", [520, 1100, 2048, 5000])
+def test_the_plan_counts_the_tokens_that_are_read(tokens, folder, tmp_path):
+    """Of a text that is shorter than what is asked for, and of a longer one; in windows of 64 tokens, 8 at a time."""
+    for words in (700, 3000):
+        (tmp_path / "book.txt").write_text("the " * words)
+        of, model, tokenizer = planned(folder, tmp_path / "head", tokens=tokens, text=str(tmp_path / "book.txt"))
+        parts = done(training.training_windows(of, model, tokenizer))
+        assert of.tokens == sum(p.numel() for p in parts) <= tokens
+        assert f"{of.tokens:,} tokens: " in dict(of.summary)["text"]
+
+
+@pytest.mark.parametrize("given", ["none", "empty.txt", "bytes.txt", "bad.jsonl", "folder"])
+def test_a_text_that_cannot_be_learnt_from_is_no_calibration_text(given, folder, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "empty.txt").write_text(" ")
+    (tmp_path / "bytes.txt").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "bad.jsonl").write_text("[]")
+    with pytest.raises(LowqError) as told:
+        planned(folder, tmp_path / "head", text=str(tmp_path / given))
+    assert str(tmp_path / given) in str(told.value)
+    assert "calib" not in str(told.value).replace(str(tmp_path), "")
 
 
 def test_a_model_writes_its_heads_texts_half_of_them_greedily(folder, tmp_path, monkeypatch):

@@ -64,8 +64,15 @@ def make(draft: str, model: Any, tokenizer: Any) -> HostDrafter | DeviceDrafter 
 def saves_time(notes: Mapping[str, Any], device: str) -> bool:
     """Whether a head saves time by what its training recorded: the tokens per step and, if measured on this kind of device,
     the speed. A head without such a record, which someone copied there, counts as one that does."""
-    speed = notes.get("speed") if notes.get("device") == device else None
-    return notes.get("length", LITTLE) >= LITTLE and (not speed or speed[1] > speed[0])  # type: ignore[no-any-return]
+    speed = speeds(notes) if notes.get("device") == device else {}
+    return notes.get("length", LITTLE) >= LITTLE and (not speed or speed["with"] > speed["without"])  # type: ignore[no-any-return]
+
+
+def speeds(notes: Mapping[str, Any]) -> dict[str, float]:
+    """Tokens/s "without" drafts and "with" the head, as measured after its training; empty if they were not. Heads of lowq
+    before 2026-12 have them as a list in this order."""
+    speed = notes.get("speed") or {}
+    return dict(zip(("without", "with"), speed, strict=True)) if isinstance(speed, list) else speed
 
 
 def _notes(folder: Path) -> dict[str, Any]:
