@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import lowq
 from lowq_cli.engine import stream
@@ -21,7 +22,9 @@ from lowq_cli.engine.plan import plan_of
 from lowq_cli.engine.sampling import Sampling
 from lowq_cli.engine.stream import Generation
 from lowq_cli.files.source import DEMO
-from lowq_packers.errors import UsageError
+from lowq_cli.files.weight_files import SINGLE
+from lowq_cli.run.draft_head import Learner, Sizes
+from lowq_packers.errors import LowqError, NotFoundError, UnsupportedError
 
 
 @pytest.fixture(scope="module")
@@ -346,20 +349,56 @@ def test_drafts_of_a_device_are_given_up_where_they_are_not_worth_it_and_tried_a
     assert 2 <= g.drafting.steps <= 2 * (1 + 200 // 64)
 
 
-def test_a_draft_model_of_another_tokenizer_is_refused(demo, tmp_path):
-    shutil.copytree(DEMO, tmp_path / "other")
-    file = tmp_path / "other" / "tokenizer.json"
-    told = json.loads(file.read_text())
+def other_tokenizer(folder):
+    """The demo with two of its tokens exchanged."""
+    shutil.copytree(DEMO, folder)
+    told = json.loads((folder / "tokenizer.json").read_text())
     vocab = told["model"]["vocab"]
     a, b = sorted(vocab, key=vocab.get)[-2:]
     vocab[a], vocab[b] = vocab[b], vocab[a]
-    file.write_text(json.dumps(told))
-    with pytest.raises(UsageError, match="another tokenizer"):
-        stream(*demo, "a", draft=str(tmp_path / "other"))
+    (folder / "tokenizer.json").write_text(json.dumps(told))
+
+
+def other_width(folder):
+    """A draft head for a model with hidden states of 64 values."""
+    of = Sizes(64, 96, 4, 2, 16, 8192, 8192, layers=6, eps=1e-5, theta=1e4, positions=512, taps=(1, 3, 5))
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(of.config()))
+    save_file({n: t.contiguous() for n, t in Learner(of, {}, torch.device("cpu")).tensors().items()}, folder / SINGLE)
+
+
+def cut_off(folder):
+    shutil.copytree(DEMO, folder)
+    with open(folder / SINGLE, "r+b") as file:
+        file.truncate(1000)
+
+
+@pytest.mark.parametrize(
+    ("write", "says"), [(other_tokenizer, "another tokenizer"), (other_width, "hidden states of 64 values")]
+)
+def test_whatever_does_not_fit_the_model_has_one_exit_code(write, says, demo, tmp_path):
+    write(tmp_path / "draft")
+    with pytest.raises(LowqError, match=says) as told:
+        stream(*demo, "a", draft=str(tmp_path / "draft"))
+    assert told.value.exit_code == UnsupportedError.exit_code
+
+
+@pytest.mark.parametrize("write", [None, Path.mkdir, Path.touch, cut_off])
+@pytest.mark.parametrize("spelled", ["{}", "./{}", "../here/{}", "{root}/{}", "~/{}", "{}.gguf", "a/b/{}"])
+def test_whatever_is_not_there_or_not_whole_has_one_exit_code(spelled, write, demo, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path / "here"))
+    if write is not None:
+        write(tmp_path / "here" / "nothing")
+    with pytest.raises(LowqError) as told:
+        stream(*demo, "a", draft=spelled.format("nothing", root=tmp_path / "here"))
+    assert told.value.exit_code == NotFoundError.exit_code
+    assert "nothing" in str(told.value)
 
 
 def test_an_unknown_name_is_refused(demo):
-    with pytest.raises(UsageError, match="--draft nothing must be auto, ngram, mtp"):
+    with pytest.raises(NotFoundError, match="--draft nothing must be auto, ngram, mtp"):
         stream(*demo, "a", draft="nothing")
 
 

@@ -13,7 +13,7 @@ from lowq_cli.engine.model_record import DRAFT, owned
 from lowq_cli.engine.plan import plan_of, why_not
 from lowq_cli.files.source import HEAD_NOTES, check_there, open_source
 from lowq_cli.state import user_path
-from lowq_packers.errors import DamagedError, UnsupportedError, UsageError
+from lowq_packers.errors import DamagedError, NotFoundError, UnsupportedError
 from lowq_packers.regular import MAX_CONFIG, read_text
 
 # Devices on which "auto" means n-grams if no head was trained; on a GPU it does so in `generate` with large models (`is_large`)
@@ -22,10 +22,10 @@ LITTLE = 1.25  # tokens per step below which a head saves no time: a guess and i
 
 
 def check(draft: str) -> str:
-    """Returns `draft`. Raises UsageError for an unknown name, NotFoundError for a folder without a checkpoint."""
+    """Returns `draft`. Raises NotFoundError for an unknown name, and for a folder without a checkpoint."""
     if draft not in (*DRAFTERS, "demo") and "/" not in draft and not user_path(draft).exists():
         known = ", ".join(DRAFTERS)
-        raise UsageError(f"--draft {draft} must be {known}, or a draft head or model: a folder, or a name of lowq ls")
+        raise NotFoundError(f"--draft {draft} must be {known}, or a draft head or model: a folder, or a name of lowq ls")
     if draft not in DRAFTERS:
         check_there(draft)
     return draft
@@ -43,7 +43,8 @@ def make(draft: str, model: Any, tokenizer: Any) -> HostDrafter | DeviceDrafter 
     """The drafter for one sequence of a model, or None: n-grams; for "auto" the head trained for the checkpoint if it has one
     that saves time (otherwise as `settled`); the checkpoint's MTP layer; or the head or model in a folder.
 
-    Raises UsageError for an unknown name, UnsupportedError and DamagedError for a drafter that does not fit the model.
+    Raises NotFoundError for a drafter that is not there, DamagedError for one that cannot be read, UnsupportedError for one
+    that does not fit the model.
     """
     trained, device = Path(owned(model).tuned or "/nowhere") / DRAFT, model.device.type
     large = draft == "auto" and device == "cuda" and why_not(model) is None and is_large(plan_of(model))

@@ -13,7 +13,7 @@ from lowq_cli.engine.plan import Plan, plan_of, why_not
 from lowq_cli.engine.state import PIECE
 from lowq_kernels.decode.reference import Packed
 from lowq_packers.arch.parts import Pages
-from lowq_packers.errors import UnsupportedError, UsageError
+from lowq_packers.errors import UnsupportedError
 
 MOST = 7  # max. guesses per round
 
@@ -88,15 +88,15 @@ class ModelDrafter(StaticCache):
 
 
 def load(folder: str, model: Any, tokenizer: Any) -> ModelDrafter:
-    """The draft model in a folder or hub id. Raises UsageError for a different tokenizer, UnsupportedError for a family without
-    a plan."""
+    """The draft model in a folder or hub id. Raises UnsupportedError for a different tokenizer, and for a family without a
+    plan."""
     from lowq_cli.engine.open_model import ready
 
     small, its = ready(folder, str(model.device))
     if (reason := why_not(small)) is not None:
         raise UnsupportedError(f"{folder} cannot be used as a draft model: {reason}")
     if its.get_vocab() != tokenizer.get_vocab():
-        raise UsageError(
+        raise UnsupportedError(
             f"{folder} has another tokenizer than the model, so its drafts cannot be checked; use one of the same family"
         )
     return ModelDrafter(plan_of(small), called(folder), plan_of(model).vocabulary)
