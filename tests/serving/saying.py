@@ -39,7 +39,7 @@ class Saying:
     """Answers every request with the same tokens, one a step, as far as its max_tokens and stop_ids go."""
 
     name, reason, closed, vocabulary = "saying", "", "", 320
-    limits = Limits(4096, 8, 64, 4096, 0)
+    limits, drafted = Limits(4096, 8, 64, 4096, 0), (0, 0)
 
     def __init__(self, tokens):
         self.tokens, self.number, self.sink = tokens, 0, None
@@ -53,7 +53,7 @@ class Saying:
         logprob = None if request.draw.logprobs is None else -0.5
         for i, token in enumerate(self.tokens, 1):
             finish = "stop" if token in request.stop_ids else "length" if i == request.max_tokens else None
-            self.sink([(self.number, Event(token, logprob, finish_reason=finish))])
+            self.sink([(self.number, Event(token, logprob, finish_reason=finish, drafted=self.drafted))])
             if finish:
                 break
         return self.number

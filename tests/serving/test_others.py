@@ -66,6 +66,20 @@ def test_unknown_fields_are_refused_by_a_strict_server_alone():
     assert 'ignored "temprature"; did you mean temperature?' in lines[0]
 
 
+@pytest.mark.parametrize(("right", "wrong"), [(0, 0), (0, 3), (4, 0), (4, 3)])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_log_says_how_many_drafts_were_right(n, stream, right, wrong):
+    engine, lines = Heard("Yes."), []
+    engine.drafted = right, wrong
+    ((status, _),) = posts(
+        served_by(engine, engine.tokenizer, log=lines.append), ("chat/completions", CHAT | {"stream": stream, "n": n})
+    )
+    assert status == 200
+    assert (f", {n * right} of {n * (right + wrong)} drafts right, " in lines[0]) == (right + wrong > 0)
+    assert ("drafts" in lines[0]) == (right + wrong > 0)
+
+
 def one(body, text="a<x>b", special=(), path="chat/completions"):
     engine = Heard(text, special)
     ((status, answer),) = posts(served_by(engine, engine.tokenizer), (path, (CHAT if "chat" in path else {}) | body))

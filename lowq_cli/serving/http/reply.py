@@ -47,7 +47,9 @@ class Log:
             new_tokens, spent = usage["completion_tokens"], time.monotonic() - first if first else 0.0
             speed = f", {new_tokens / spent:.0f}/s" if new_tokens > 1 and spent else ""
             after = f", first after {first - answer.live.began:.2f} s" if first else ""
-            numbers = f"{usage['prompt_tokens']} + {new_tokens} tokens{after}{speed}, "
+            right, wrong = (sum(w.drafted[i] for w in answer.writers) for i in (0, 1))
+            drafts = f", {right} of {right + wrong} drafts right" if right + wrong else ""
+            numbers = f"{usage['prompt_tokens']} + {new_tokens} tokens{after}{speed}{drafts}, "
         how += answer.params.ignored if answer is not None else ""
         self.say(f"{time.strftime('%H:%M:%S')} {self.dialect.name}: {numbers}{seconds:.2f} s, {how}")
 
