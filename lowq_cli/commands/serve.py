@@ -31,6 +31,7 @@ EXAMPLES = """Examples:
   lowq serve my-lowq --engine vllm --args '--max-model-len 8192' --dry-run"""
 LAST_LINE_S = 2.0  # timeout, in s, for writing the last lines of the log
 ENGINES = ("auto", "own", "vllm")
+BLOCK = 64  # tokens of a block of the cache, as `engine.state.BLOCK`, whose import would load torch
 SHOWN = 8  # max. names of other models to print
 
 
@@ -210,7 +211,7 @@ def _serve(
             served.body_bytes = PICTURE_BODY
         if bound is None:
             served.idle_s, pool.keep_alive = offers.keep_alive, float("inf")
-        plan = _plan(served, opening.loaded, url, how["prefer"])
+        plan = _plan(served, opening.loaded, url, {**how, **opening.first.offer.how})
         _show_plan(plan)
         if as_json:
             console.out_json(plan)
@@ -276,8 +277,8 @@ def _run(
         os._exit(0)  # the log is blocked, so Python's flush at exit would block too
 
 
-def _plan(served: "Served", loaded: "Loaded", url: str, prefer: str) -> dict[str, Any]:
-    """The printed plan: the models, the engine, and how many requests fit."""
+def _plan(served: "Served", loaded: "Loaded", url: str, how: dict[str, Any]) -> dict[str, Any]:
+    """The printed plan: the models, the engine, and how many requests fit. how: the settings of the default model."""
     model = served.models.one
     engine, limits = model.engine, model.engine.limits
     return {
@@ -290,13 +291,14 @@ def _plan(served: "Served", loaded: "Loaded", url: str, prefer: str) -> dict[str
         "running": limits.running,
         "waiting": limits.waiting,
         "cache_tokens": limits.cache_tokens,
+        "cache_tokens_asked": how["cache_tokens"],
         "cache_bytes": limits.cache_bytes,
         "kv": loaded.facts.kv,
         "kv_host_bytes": 0 if served.models.reports.host is None else served.models.reports.host.bytes,
         "drafts": loaded.facts.drafts,
         "act": loaded.facts.act,
         "act_from": loaded.facts.act_from,
-        "prefer": prefer,
+        "prefer": how["prefer"],
         "url": url,
         "local": bool(served.hosts),
         "chat_template": bool(model.tokenizer.chat_template),
@@ -313,7 +315,7 @@ def _show_plan(plan: dict[str, Any]) -> None:
     console.say(
         f"requests of up to {plan['longest']:,} tokens; {users} at once, {plan['waiting']} waiting; "
         f"cache for {plan['cache_tokens']:,} tokens ({console.size(plan['cache_bytes'])}, "
-        f"{plan['kv'] if plan['kv'] == 'fp8' else plan['kv'] + ' bits'}): {each:,} for each of {users}"
+        f"{plan['kv'] if plan['kv'] == 'fp8' else plan['kv'] + ' bits'}): {each:,} for each of {users}{_cache_note(plan)}"
     )
     if plan["kv_host_bytes"]:
         console.say(f"up to {console.size(plan['kv_host_bytes'])} of host memory for cache that does not fit on the device")
@@ -326,6 +328,22 @@ def _show_plan(plan: dict[str, Any]) -> None:
     if plan["sampling"]:
         settings = ", ".join(f"{n} {v:g}" for n, v in plan["sampling"].items())
         console.say(f"requests that set no sampling use generation_config.json's: {settings}")
+
+
+def _cache_note(plan: dict[str, Any]) -> str:
+    """Why the cache has not the size that was asked for; "" if it has."""
+    asked, has, running, longest = (plan[n] for n in ("cache_tokens_asked", "cache_tokens", "running", "longest"))
+    if asked in (None, has):
+        return ""
+    if plan["reason"]:
+        why = "this engine does not use --cache-tokens"
+    elif has > asked:
+        why = f"a cache has whole blocks of {BLOCK}"
+    elif has >= running * longest:
+        why = f"{running} requests of {longest:,} tokens take no more"
+    else:
+        why = "no more fit into memory"
+    return f"; {asked:,} were asked for, but {why}"
 
 
 def _show_ready(plan: dict[str, Any]) -> None:

@@ -41,6 +41,7 @@ from lowq_packers.regular import MAX_CONFIG, read_given, read_text
 OFFERED = ("checkpoint", "run", "import", "refined")  # kinds of holdings to serve; exports would be the same models again
 DRAWING = ("temperature", "top_p", "top_k", "repetition_penalty")
 ENGINE = {"max_batch": "running"} | {n: n for n in ("cache_tokens", "kv", "deterministic", "draft")}
+KV = ("16", "fp8", "4")  # as `decode.kv.KINDS`, which would import torch
 TYPES: dict[str, tuple[type, ...]] = {
     **{"path": (str,), "pin": (bool,), "keep_alive": (str, int, float), "max_batch": (int,), "cache_tokens": (int,)},
     **{"kv": (str, int), "deterministic": (bool,), "draft": (str,), "lora": (dict,), "aliases": (list,)},
@@ -60,7 +61,7 @@ class Offer:
 
     path: as commands take it. how: settings of its engine that differ from the server's. pin: whether it is never unloaded.
     keep_alive: seconds without a request after which it is unloaded, None for the server's value. draw: defaults for sampling
-    settings that requests leave out. aliases: other names of the model.
+    settings that requests leave out. aliases: other names of the model. where: its file and table, as in messages.
     """
 
     name: str
@@ -70,6 +71,17 @@ class Offer:
     keep_alive: float | None = None
     draw: Mapping[str, Any] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()
+    where: str = ""
+
+    def named(self, e: LowqError) -> LowqError:
+        """An error of loading the model, with the name of the file and the model that name it, and the file's keys in place of
+        the flags of the same settings; `e` itself if no file names the model."""
+        if not self.where:
+            return e
+        message = str(e)
+        for key in (k for k, ours in ENGINE.items() if ours in self.how):
+            message = message.replace(f"--{key.replace('_', '-')} ", f"{key} = ")
+        return type(e)(f"{self.where}: {message}")
 
     @property
     def others(self) -> tuple[str, ...]:
@@ -169,9 +181,11 @@ def _offer(name: str, given: Mapping[str, Any], where: str, folder: Path) -> Off
     how = {ours: given[theirs] for theirs, ours in ENGINE.items() if theirs in given}
     if "kv" in how:
         how["kv"] = str(how["kv"])
-    for number in ("running", "cache_tokens"):
-        if how.get(number, 1) < 1:
-            raise UsageError(f"{where}: {number} = {how[number]} must be at least 1")
+        if how["kv"] not in KV:
+            raise UsageError(f"{where}: kv = {how['kv']} must be one of {', '.join(KV)}")
+    for number in ("max_batch", "cache_tokens"):
+        if given.get(number, 1) < 1:
+            raise UsageError(f"{where}: {number} = {given[number]} must be at least 1")
     if "lora" in given:
         if wrong := next((n for n, d in given["lora"].items() if not isinstance(d, str)), None):
             raise UsageError(f"{where}: lora.{wrong} must be the path of a folder")
@@ -194,6 +208,7 @@ def _offer(name: str, given: Mapping[str, Any], where: str, folder: Path) -> Off
         alive,
         draw,
         tuple(given.get("aliases", ())),
+        where,
     )
 
 

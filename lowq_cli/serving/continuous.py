@@ -105,7 +105,7 @@ class ContinuousEngine:
             plan.tap(tuple(i for i in drafter.layers if i >= 0))
         most = running or MOST[self.device.type]
         if not 1 <= most <= MOST_RUNNING:
-            raise UsageError(f"{most} requests at once; allowed are 1 to {MOST_RUNNING}")
+            raise UsageError(f"--max-batch {most} must be from 1 to {MOST_RUNNING}: so many requests are computed at once")
         host = None if deterministic else host
         reserved = 0 if host is None else host.room
         sizes = (most, cache_tokens, deterministic, reads, cache_bytes, choice.name != "none", reserved)

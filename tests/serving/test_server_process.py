@@ -20,9 +20,11 @@ from shallow import shallow
 
 from lowq_cli import main
 from lowq_cli.commands import serve
+from lowq_cli.engine.state import BLOCK
 from lowq_cli.serving import catalog, engines
 from lowq_cli.serving.engine_process import ApartEngine
 from lowq_cli.serving.http import run
+from lowq_kernels.decode.kv import KINDS
 from lowq_packers.errors import UsageError
 
 openai = pytest.importorskip("openai", reason="OpenAI's own package is not installed")
@@ -205,6 +207,56 @@ def test_the_plan_shows_the_cache_of_the_model_and_not_of_the_command_line(talk,
     words = ["serve", "--config", str(file), "--kv", "4", "--device", "cpu", "--port", "0", "--dry-run", "--json", "--quiet"]
     assert main.main(words) == 0
     assert json.loads(capsys.readouterr().out)["kv"] == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("setting", "line"),
+    [
+        ("max_batch = 2000", "max_batch = 2000 must be from 1 to 1024"),
+        ('draft = "ngrm"', "draft = ngrm must be auto, ngram, mtp, none"),
+        ('draft = "mtp"', "leave draft = mtp out"),
+    ],
+)
+def test_a_value_of_the_file_that_loading_refuses_is_named_as_the_file_has_it(setting, line, talk, tmp_path, capsys):
+    file = tmp_path / "models.toml"
+    file.write_text(f'[models.a]\npath = "{talk}"\n{setting}\n')
+    assert main.main(["serve", "--config", str(file), "--device", "cpu", "--port", "0", "--dry-run"]) in (2, 3, 5)
+    told = capsys.readouterr().err
+    assert f"{file}: models.a: " in told
+    assert line in told
+    assert "--" not in told.splitlines()[-1].replace(str(file), "")
+
+
+def test_a_file_takes_the_kinds_of_caches_that_there_are():
+    assert tuple(KINDS) == catalog.KV
+
+
+@pytest.mark.parametrize(
+    ("tokens", "has", "note"),
+    [
+        (None, 4096, ""),
+        (128, 128, ""),
+        (10, 64, "10 were asked for, but a cache has whole blocks of 64"),
+        (65, 128, "65 were asked for, but a cache has whole blocks of 64"),
+        (5000, 4096, "5,000 were asked for, but 4 requests of 1,024 tokens take no more"),
+        (10**12, 4096, "1,000,000,000,000 were asked for, but 4 requests of 1,024 tokens take no more"),
+    ],
+)
+def test_another_cache_than_was_asked_for_is_said(tokens, has, note, talk, capsys):
+    asked = () if tokens is None else ("--cache-tokens", tokens)
+    assert cli(talk, "--port", 0, "--device", "cpu", "--max-batch", 4, "--dry-run", "--json", *asked) == 0
+    output = capsys.readouterr()
+    plan = json.loads(output.out)
+    assert (plan["cache_tokens"], plan["cache_tokens_asked"]) == (has, tokens)
+    assert note in output.err
+    assert bool(note) == ("asked for" in output.err)
+
+
+def test_a_cache_that_memory_cuts_short_is_said():
+    plan = {"cache_tokens_asked": 9000, "cache_tokens": 640, "running": 4, "longest": 1024, "reason": ""}
+    assert serve._cache_note(plan) == "; 9,000 were asked for, but no more fit into memory"
+    assert "this engine does not use --cache-tokens" in serve._cache_note(plan | {"reason": "a"})
+    assert serve.BLOCK == BLOCK
 
 
 def test_the_plan_is_one_json_object(talk, capsys):

@@ -319,7 +319,10 @@ class LoadingModel:
         from lowq_cli.serving.http.served_model import ServedModel
 
         try:
-            self.loaded = loaded = self._made()
+            try:
+                self.loaded = loaded = self._made()
+            except LowqError as e:
+                raise self.offer.named(e) from e.__cause__
             draw = {**loaded.facts.published, **self.offer.draw}
             given = (self.engine, loaded.tokenizer, self.offer.name, loaded.stop_ids, draw, loaded.roofline)
             pictures = PictureReader(loaded.folder, loaded.images, self.urls) if loaded.images else None
