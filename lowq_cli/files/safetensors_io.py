@@ -120,7 +120,7 @@ def parse_header(raw: bytes, data_bytes: int, data_start: int, where: str) -> di
     first, last = (spans[0][0], spans[-1][1]) if spans else (0, 0)
     if first != 0 or last != data_bytes:
         raise DamagedError(
-            f"{where}: the header describes bytes {first} to {last} of the rest, which has {data_bytes}: truncated or padded"
+            f"{where}: the header describes bytes {first} to {last} after it, the file holds {data_bytes}: truncated or padded"
         )
     return {name: tensors[name] for _, _, name in spans}
 

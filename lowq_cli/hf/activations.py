@@ -43,8 +43,8 @@ def is_quantized(model: CausalModel) -> bool:
 
 def activations_of(model: CausalModel) -> Act:
     """The mode of those of the model's layers that round activations; "none" if none does."""
-    acts = (layer.act for layer in (*quantized_linears(model), *mixtures(model)))
-    return next((act for act in acts if act != "none"), "none")
+    layers: list[QuantLinear | QuantExperts] = [*quantized_linears(model), *mixtures(model)]
+    return next((layer.act for layer in layers if layer.act != "none"), "none")
 
 
 def act_facts(model: CausalModel, act: str | None) -> dict[str, str]:

@@ -114,7 +114,7 @@ def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
             from lowq_cli.evaluate.eight_bits import apply_act
 
             apply_act(loaded, tokenizer, how["act"], console.say)
-        acts = act_facts(loaded, how.get("act")).values()
+        acts = act_facts(loaded, how.get("act"))
         draw = checked(published(loaded))
         share = roofline(loaded, MOST_RUNNING)  # before the cache takes the memory for the measurement
         total = torch.cuda.mem_get_info(loaded.device)[1] if loaded.device.type == "cuda" else None
@@ -130,7 +130,7 @@ def load(model: str, device: str, how: dict[str, Any], quiet: bool) -> Made:
     masks = MaskProcess(tokenizer, sorted(ends), engine.vocabulary)
     mask = partial(mask_of, tokenizer=tokenizer, form=masks.mask)
     drafts = getattr(engine, "drafts_by", "none (its engine takes none)")
-    known = (context_limit(loaded), draw, pooling_of(model), drafts, adapters, *acts, refused, files)
+    known = (context_limit(loaded), draw, pooling_of(model), drafts, adapters, acts["act"], acts["act_from"], refused, files)
     facts = Facts(weight_bytes, str(loaded.device), how["kv"], *known)
     return Made(engine, mask, Loaded(tokenizer, ends, share, facts, total, owned(loaded).folder, images), masks.stop)
 
