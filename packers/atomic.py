@@ -151,7 +151,16 @@ def _own(path: Path) -> tuple[Path, int]:
 
 def sweep(path: Path) -> None:
     """Remove temporary files that killed processes left from earlier writes of `path`, whose folder exists."""
-    _remove_left(path.parent, rf"\.[0-9a-f]{{12}}-{re.escape(path.name)}", Path.unlink)
+    _remove_left(path.parent, _temporary(path), Path.unlink)
+
+
+def unfinished(path: Path) -> set[Path]:
+    """The temporary files of writes of `path`, whose folder exists: of killed processes, and of those that write now."""
+    return {p for p in path.parent.iterdir() if re.fullmatch(_temporary(path), p.name)}
+
+
+def _temporary(path: Path) -> str:
+    return rf"\.[0-9a-f]{{12}}-{re.escape(path.name)}"
 
 
 def _own_tree(folder: Path) -> None:

@@ -35,7 +35,7 @@ from lowq_cli.run.draft_speed import measure
 from lowq_cli.run.draft_training_plan import Training, given_text, held_out
 from lowq_cli.state import writing
 from lowq_kernels.modules.joined import weight_of
-from lowq_packers.atomic import sweep, write_whole
+from lowq_packers.atomic import sweep, unfinished, write_whole
 from lowq_packers.errors import DamagedError, LowqError, UsageError, library_errors
 from lowq_packers.regular import opened, read_text
 
@@ -99,7 +99,8 @@ def check_out(of: Training) -> None:
         raise UsageError(f"--out {of.out}: {there} is a file; name a folder")
     if there != of.out or _made(of) is not None:
         return
-    if any(of.out.iterdir()) and ((of.out / HEAD_NOTES).exists() or not (of.out / HEAD_STATE).exists()):
+    others = {*of.out.iterdir()} - unfinished(of.out / HEAD_STATE)
+    if others and ((of.out / HEAD_NOTES).exists() or not (of.out / HEAD_STATE).exists()):
         raise UsageError(f"{of.out} is there already and holds something else; use another --out, or remove it")
 
 

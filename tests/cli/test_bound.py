@@ -195,7 +195,7 @@ def test_the_search_lands_near_its_bound_however_wrong_the_estimate_is(limit, tr
         (["--max-kl", "0.1", "--bpw", "3"], "--bpw and --max-kl are 2 budgets"),
         (["--max-kl", "0.1", "--bits", "3"], "--max-kl chooses the bits"),
         (["--max-kl", "-1"], "must be a number above 0 and below 1000, such as 0.02"),
-        (["--max-ppl", "1000%"], "max_ppl=1000.0 must be a number above 0 and below 1000, such as 1%"),
+        (["--max-ppl", "1000%"], "--max-ppl 1000.0 must be a number above 0 and below 1000, such as 1%"),
         (["--max-ppl", "much"], "is not a percentage"),
         (["--tokens-per-s", "9"], "--tokens-per-s goes with --max-kl or --max-ppl"),
         (["--max-kl", "0.1", "--tokens-per-s", "-2"], "above 0 and below 1000000000, such as 30"),

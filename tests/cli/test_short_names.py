@@ -142,7 +142,7 @@ def test_a_draft_model_is_named_by_its_short_name(commands, monkeypatch):
         code, out, err = commands(
             command, "mine", *(["Once upon a time"] * (command == "run")), *GENERATED, "--draft", "nothing"
         )
-        assert (code, "a folder, or a name of lowq ls" in err) == (2, True), err
+        assert (code, "a folder, or a name of lowq ls" in err) == (3, True), err
     code, _, err = commands("run", "mine", "Once upon a time", *GENERATED, "--draft", "mine")
     assert (code, "model mine" in err) == (0, True), err
     code, out, err = commands("serve", "mine", "--dry-run", "--device", "cpu", "--draft", "mine", "--json")

@@ -202,7 +202,7 @@ def test_unanswerable_requests_are_reported_and_a_full_queue_is_busy(model, clie
             c.ask(prompt, n)
     with pytest.raises(UsageError):
         c.ask([3], 5, logit_bias={320: 1.0})
-    with pytest.raises(UsageError, match="5000 requests at once"):
+    with pytest.raises(UsageError, match="--max-batch 5000 must be from 1 to 1024"):
         client(running=5000)
     with pytest.raises(Busy, match="1 requests wait already"):
         [c.ask([3], 250) for _ in range(9)]

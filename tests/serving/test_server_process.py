@@ -217,7 +217,10 @@ def test_the_plan_shows_the_cache_of_the_model_and_not_of_the_command_line(talk,
         ('draft = "mtp"', "leave draft = mtp out"),
     ],
 )
-def test_a_value_of_the_file_that_loading_refuses_is_named_as_the_file_has_it(setting, line, talk, tmp_path, capsys):
+def test_a_value_of_the_file_that_loading_refuses_is_named_as_the_file_has_it(
+    setting, line, talk, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))  # else models that other tests wrote answer instead
     file = tmp_path / "models.toml"
     file.write_text(f'[models.a]\npath = "{talk}"\n{setting}\n')
     assert main.main(["serve", "--config", str(file), "--device", "cpu", "--port", "0", "--dry-run"]) in (2, 3, 5)
