@@ -31,7 +31,6 @@ EXAMPLES = """Examples:
   lowq serve my-lowq --engine vllm --args '--max-model-len 8192' --dry-run"""
 LAST_LINE_S = 2.0  # timeout, in s, for writing the last lines of the log
 ENGINES = ("auto", "own", "vllm")
-BLOCK = 64  # tokens of a block of the cache, as `engine.state.BLOCK`, whose import would load torch
 SHOWN = 8  # max. names of other models to print
 
 
@@ -332,6 +331,8 @@ def _show_plan(plan: dict[str, Any]) -> None:
 
 def _cache_note(plan: dict[str, Any]) -> str:
     """Why the cache has not the size that was asked for; "" if it has."""
+    from lowq_cli.engine.state import BLOCK
+
     asked, has, running, longest = (plan[n] for n in ("cache_tokens_asked", "cache_tokens", "running", "longest"))
     if asked in (None, has):
         return ""
