@@ -39,7 +39,7 @@ FLOORS = {  # of each package, the ground first: a folder or file imports from t
     ),
 }
 CLIMBS: dict[tuple[str, str], str] = {}  # (importer, imported), both module names -> why this arrow may go up
-BUDGET = 89_558
+BUDGET = 89_559
 SOURCES = [(package, path) for package, folder in FOLDERS.items() for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
