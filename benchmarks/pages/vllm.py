@@ -255,7 +255,7 @@ def _loads_in_8_bits() -> str:
             lines.append((load.replace("_", " "), *_load(own, other)))
     heads = ("load", ">`--act fp8`, tokens/s", ">vLLM's W4A8", ">ratio", *LOAD_TIMES)
     where = f"{newest['device']}, {newest['date'][:10]}, vLLM {newest['vllm']}"
-    of = f"agents and the prompt below of a run of {earlier['date'][:10]} beside other engines"
+    of = f"agents, and the prompt below the table, were measured on {earlier['date'][:10]} beside other engines"
     told = f"Both with activations of 8 bits, in one run ({where}; {of}):"
     alone = f"A prompt of 4,400 tokens alone, twice: {long[0]} ms, vLLM {long[1]}."
     return f"{told}\n\n{table(heads, lines)}\n{alone}\n"
